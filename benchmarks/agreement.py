@@ -75,7 +75,7 @@ def play(case: Case, clients: int, seats: int, passes: float, seed: int) -> Play
     method.clusters.report_to(note)
     sent: dict[int, tuple[InFlight, np.ndarray]] = {}
 
-    def dispatch(client: int, number: int) -> None:
+    def send(client: int, number: int) -> None:
         k = method.clusters.main(str(client))
         model = method.models[k]
         task = InFlight(number, str(client), k, model.version, number, 0.0, 0)
@@ -83,7 +83,7 @@ def play(case: Case, clients: int, seats: int, passes: float, seed: int) -> Play
         method.open_task(task)
 
     for client in range(clients):
-        dispatch(client, 0)
+        send(client, 0)
     speed = np.exp(rng.normal(size=clients) * 0.15)
     due = [(first, client) for client, first in enumerate(rng.uniform(0, 1, clients) * speed)]
     heapq.heapify(due)
@@ -96,7 +96,7 @@ def play(case: Case, clients: int, seats: int, passes: float, seed: int) -> Play
         method.applied([Update(task, vector.astype(np.float32), 100, 0.0)])[0]
         method.progress.updates += 1
         method.close_task(task)
-        dispatch(client, number + 1)
+        send(client, number + 1)
         heapq.heappush(due, (now + speed[client] * rng.uniform(0.9, 1.1), client))
     spent = (time.process_time() - started) / (clients * passes) * 1e3
     labels = [method.clusters.main(str(client)) for client in range(clients)]

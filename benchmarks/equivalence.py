@@ -36,6 +36,7 @@ import math
 import multiprocessing
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -374,7 +375,7 @@ def _special() -> dict[str, dict[str, Any]]:
         "drift-in-seconds": {"strategy": "fedasync", "drift": "noise", "drift-at": "5s, 10s"},
         "drift-in-rounds": {"strategy": "fedavg", "drift": "rotate", "drift-at": "every round"},
         "drift-in-order": {
-            **{"strategy": "fedasync", "dataset": "gas-drift", "data-root": "BATCHES"},
+            **{"strategy": "fedasync", "dataset": "npz-folder", "data-root": "BATCHES"},
             **{"clients": 5, "drift": "in-order", "in-order-lag": 1, "drift-at": _AT},
         },
         "tasks-eval": {"strategy": "ewc", **_TASKS, "drift-at": "60 updates"},
@@ -558,7 +559,10 @@ def _made(value: Any, folder: Path) -> Any:
             y = np.arange(90) % 6
             inputs = rng.normal(size=(90, 128)) + number + y[:, None] * rng.normal(size=128)
             np.savez(path / f"batch_{number:02d}.npz", x=inputs, y=y)
-        return str(path)
+        script, out = Path(__file__).with_name("convert_data.py"), folder / "converted"
+        made = [script, "gas-drift", path, out, "--clients", "5", "--seed", str(_BASE["seed"])]
+        subprocess.run([sys.executable, *made], check=True, capture_output=True)
+        return str(out)
     return value
 
 

@@ -38,7 +38,7 @@ DRIFTS: dict[str, dict[str, Any]] = {
     "rotate": {"drift": "rotate", "rotate-degrees": 180, **HALF},
     "concepts": {"drift": "concepts", "concepts": 4, "concept-samples": "same"},
     "gas": {
-        "dataset": "gas-drift",
+        "dataset": "npz-folder",
         "drift": "in-order",
         "in-order-lag": 3,
         "drift-at": "every 200 updates",
@@ -57,6 +57,8 @@ def measure(method: str, drift: str, seed: int, keys: dict[str, Any]) -> dict[st
     settings |= {"devices": "slow30x5", "workers": "0", "eval-every": 20, "stop-at-target": False}
     settings |= {} if "dataset" in DRIFTS[drift] else DIGITS
     settings |= DRIFTS[drift]
+    if drift == "gas":
+        settings["data-folder"] = f"gas-drift-{seed}"
     settings |= {k: v for k, v in keys.items() if "." not in k or k.startswith(f"{method}.")}
     events: list[Event] = []
     with TemporaryDirectory() as folder:

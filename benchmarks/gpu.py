@@ -130,6 +130,8 @@ class Case:
             "lr": 0.02,
             "strategy": self.strategy,
         }
+        if name == "npz-folder":
+            keys["data-folder"] = "shakespeare"
         if not self.evaluates:
             keys["eval-every"] = 10**9
         return RunConfig.from_mapping(keys)
@@ -146,7 +148,7 @@ CASES = (
     Case("CIFAR-10 CNN, FedAsync", *_CIFAR),
     Case("CIFAR-10 CNN, FedAsync", *_CIFAR, clients=1000, has_others=False),
     Case("ResNet-18, FedAsync", "cifar10", "like_cifar10", "resnet18"),
-    Case("text GRU, FedAsync", "text", "like_text", "gru"),
+    Case("text GRU, FedAsync", "npz-folder", "like_text", "gru"),
 )
 
 

@@ -27,8 +27,8 @@ UPDATES = 7
 """Updates per client."""
 DIRICHLET = {"partition": "dirichlet", "dirichlet-alpha": 0.1}
 FLEET = {"dataset": "benchmarks.untuned_fleets:Fleet", "clients": 24}
-SPOKEN = {"dataset": "fsdd", "clients": 24, "model": "mlp"}
-MOVEMENTS = {"dataset": "uci-har", "clients": 30, "model": "mlp"}
+SPOKEN = {"dataset": "npz-folder", "data-folder": "fsdd", "clients": 24, "model": "mlp"}
+MOVEMENTS = {"dataset": "npz-folder", "data-folder": "uci-har", "clients": 30, "model": "mlp"}
 ROTATIONS = {"partition": "rotation-groups"}
 KINDS: Mapping[str, list[dict[str, Any]]] = {
     "IID, 4 to 20 clients": [{"partition": "iid", "clients": n} for n in (4, 6, 8, 10, 20)],

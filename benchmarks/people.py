@@ -10,7 +10,7 @@ from scipy.spatial.transform import Rotation
 
 from raceme.core.config import RunConfig
 from raceme.core.options import option
-from raceme.datasets.sensors import UciHar
+from raceme.datasets.npz import NpzFolder
 from raceme.datasets.source import Dataset, generator
 
 TEST = 60
@@ -24,10 +24,9 @@ class PeopleOptions:
     turned: bool = option(False, "turn each person's phone, by a rotation of its own")
 
 
-class People(UciHar):
-    """The first people of UCI HAR, each with few windows."""
+class People(NpzFolder):
+    """The first people of UCI HAR, each with few windows: `convert_data.py uci-har`."""
 
-    default_clients = 25
     options_type = PeopleOptions
 
     def load(self, config: RunConfig) -> Dataset:
@@ -47,3 +46,6 @@ class People(UciHar):
             users.append(own[TEST:])
             tests.append(own[:TEST])
         return replace(data, x=x, users=tuple(users), test_users=tuple(tests))
+
+    def _folders(self, config: RunConfig) -> tuple[str, ...]:
+        return ("uci-har",)

@@ -79,7 +79,7 @@ def feed(strategy: Any, clients: int, size: int, updates: int) -> dict[str, floa
         strategy.progress.fleet.clients[str(client)] = Client(str(client), 100)
     sent: dict[int, InFlight] = {}
 
-    def dispatch(client: int, number: int) -> None:
+    def send(client: int, number: int) -> None:
         cluster = strategy.clusters.main(str(client))
         version = strategy.models[cluster].version
         phase = strategy.request_for(str(client)).phase
@@ -88,7 +88,7 @@ def feed(strategy: Any, clients: int, size: int, updates: int) -> dict[str, floa
         strategy.open_task(sent[client])
 
     for client in range(clients):
-        dispatch(client, 0)
+        send(client, 0)
     total = 0.0
     for number in range(updates):
         client = number % clients
@@ -99,7 +99,7 @@ def feed(strategy: Any, clients: int, size: int, updates: int) -> dict[str, floa
         total += time.perf_counter() - started
         strategy.close_task(sent[client])
         strategy.progress.updates += 1
-        dispatch(client, number)
+        send(client, number)
     per_update = {phase: seconds / updates * 1e3 for phase, seconds in spent.items()}
     return {**per_update, "total": total / updates * 1e3}
 

@@ -74,8 +74,13 @@ def main() -> None:
         places += ("--keep-versions", str(options.keep_versions), "--version-pause", "0")
         server = bed.start("serve", raceme("serve", *places, "--out", "out", *keys))
         server.wait_for("Listening on", 240)
-        does = Behaviour(think=options.think, stay=options.stay, step=0.001, uses=True)
-        devices = {f"device-{number}": does for number in range(options.devices)}
+        behaviour = Behaviour(
+            training_seconds=options.think,
+            online_seconds=options.stay,
+            update_std=0.001,
+            uses_versions=True,
+        )
+        devices = {f"device-{number}": behaviour for number in range(options.devices)}
         with online(Endpoint(bed.fleet_address, insecure=True), devices):
             out, started, rows = Path(folder, "out"), time.monotonic(), []
             wait_until(lambda: command(out, "status")["updates"] > 0, 240, server.describe)

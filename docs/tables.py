@@ -147,43 +147,57 @@ def _shared(rows: Sequence[dict[str, Any]], part: str) -> dict[str, Any]:
     return shared
 
 
+def _compared(folder: Path) -> dict[str, Any]:
+    """Return the ``compare.json`` of a comparison."""
+    try:
+        of: dict[str, Any] = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TableError(f"{folder} has no compare.json: run the comparison first") from None
+    return of
+
+
 def pack(folder: Path) -> str:
     """Return the data file of a comparison: the inverse of :meth:`Experiment.unpack`.
+
+    Of a folder with a comparison for each variant of a suite, methods are named
+    ``VARIANT/METHOD``, and the title is that of the first.
 
     Raises
     ------
     TableError
         The folder has no finished comparison.
     """
-    try:
-        of = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TableError(f"{folder} has no compare.json: run the comparison first") from None
+    parts = sorted(path.parent for path in folder.glob("*/compare.json"))
+    if (folder / "compare.json").exists() or not parts:
+        parts = [folder]
+    of = _compared(parts[0])
     methods: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
-    tried = [entry for entries in of["sweeps"].values() for entry in entries]
-    for entry in (*of["methods"], *tried):
-        for run in entry["runs"]:
-            path = folder / run["folder"]
-            kind, _, seed = path.name.partition("-")
-            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-            keys = dict(read_toml(path / "config.toml"))
-            del keys["seed"]
-            # Where the data lie on the machine that ran it is of no use elsewhere.
-            keys |= {"data-root": "data"} if keys.get("data-root") else {}
-            versions = summary["versions"]
-            # Of updates by client a table has no use.
-            left_out = {*_ASKED, "target", "versions", "protection"}
-            figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
-            figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
-            row = {"method": path.parent.name, "seed": int(seed)}
-            row |= {} if kind == "seed" else {"kind": kind}
-            rows.append(row | {"configuration": keys, "figures": figures})
-            kept = ("label", "asynchronous", "options", "published")
-            methods.setdefault(
-                path.parent.name, {key: entry[key] for key in kept if entry.get(key)}
-            )
+    for part in parts:
+        prefix = "" if part == folder else f"{part.name}/"
+        compared = _compared(part)
+        tried = [entry for entries in compared["sweeps"].values() for entry in entries]
+        for entry in (*compared["methods"], *tried):
+            for run in entry["runs"]:
+                path = part / run["folder"]
+                kind, _, seed = path.name.partition("-")
+                summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+                keys = dict(read_toml(path / "config.toml"))
+                del keys["seed"]
+                # Where the data lie on the machine that ran it is of no use elsewhere.
+                keys |= {"data-root": "data"} if keys.get("data-root") else {}
+                versions = summary["versions"]
+                # Tables have no use for counts by client, nor for the help of a user's keys.
+                left_out = {*_ASKED, "target", "versions", "protection", "verdicts", "own_keys"}
+                figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
+                figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
+                name = f"{prefix}{path.parent.name}"
+                row = {"method": name, "seed": int(seed)}
+                row |= {} if kind == "seed" else {"kind": kind}
+                rows.append(row | {"configuration": keys, "figures": figures})
+                kept = ("label", "asynchronous", "options", "published")
+                methods.setdefault(name, {key: entry[key] for key in kept if entry.get(key)})
     if not rows:
         raise TableError(f"{folder} has no finished run")
     suite = {key: of[key] for key in _OF_SUITE if of.get(key) is not None}
@@ -1151,6 +1165,15 @@ def panicle_personalized(docs: Path) -> Table:
 
 # Attacks ----------------------------------------------------------------------------------------
 
+_FAST = ("casa", "fedbuff", "flexcfl-async", "panicle")
+_FAST_ATTACKS = dict.fromkeys(["none", "rush", "boil", "wedge", "split", "backdoor"], "none")
+_FAST_ATTACKS |= {"visitors": "visitors", "sybils": "visitors"}
+_INFORMED = ("casa", "flexcfl-async", "ifca-async", "fedbuff", "fedasync")
+_KNOWN_ATTACKS = (
+    "clean absent edge-anti edge-push sign-flip sign-flip-x3 mimic min-max min-sum long-good "
+    "replay hidden-push hidden-anti hidden-gain pulse false-group"
+)
+
 
 def poisoning_late(docs: Path) -> Table:
     """Late sybils and backdoors by method, without and with the filter."""
@@ -1184,6 +1207,55 @@ def poisoning_late(docs: Path) -> Table:
         )
     ]
     return Table(heads, rows)
+
+
+def attacked(
+    docs: Path,
+    name: str,
+    methods: Sequence[str],
+    attacks: Mapping[str, str],
+    ending: str = "",
+    *,
+    has_worst: bool = True,
+) -> Table:
+    """Accuracy of honest clients under attacks, by method.
+
+    Parameters
+    ----------
+    attacks : Mapping[str, str]
+        Variants, to that in which the same clients are honest.
+    ending : str
+        What the names of all variants end with.
+    has_worst : bool
+        Whether runs without attack know which clients would have attacked.
+    """
+    of = Experiment.read(docs, name)
+
+    def figures(attack: str, method: str, *names: str) -> list[float]:
+        runs = of.runs(f"{attack}{ending}/{method.replace(' ', '-')}")
+        return [100 * next(run[name] for name in names if name in run) for run in runs]
+
+    def honest(attack: str, method: str) -> list[float]:
+        # Without an attack in the configuration all clients are honest.
+        return figures(attack, method, "honest_accuracy", "accuracy")
+
+    def change(points: float) -> str:
+        return f"{points:+.1f}".replace("-", "−").replace("−0.0", "0.0").replace("+0.0", "0.0")
+
+    def cell(attack: str, method: str) -> str:
+        shown = f"{statistics.fmean(honest(attack, method)):.1f}"
+        if attack == attacks[attack] and not has_worst:
+            return shown
+        worst = figures(attack, method, "worst_honest_accuracy")
+        shown += f" ({statistics.fmean(worst):.1f})"
+        if attack == attacks[attack]:
+            return shown
+        pairs = zip(honest(attack, method), honest(attacks[attack], method), strict=True)
+        gains = [attacked - calm for attacked, calm in pairs]
+        return f"{shown} {change(statistics.fmean(gains))}, {change(min(gains))}"
+
+    rows = [[f"`{attack}`", *(cell(attack, method) for method in methods)] for attack in attacks]
+    return Table(("attack", *(f"`{method.split()[0]}`" for method in methods)), rows)
 
 
 def fair(docs: Path) -> Table:
@@ -1410,6 +1482,23 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "faacl-table-fashion": faacl_fashion,
     "c-faacl-sequential": sequential,
     "poisoning-late": poisoning_late,
+    "fast-attacks-1": partial(
+        attacked, name="fast-attacks", methods=_FAST, attacks=_FAST_ATTACKS, ending="-1"
+    ),
+    "fast-attacks-4": partial(
+        attacked,
+        name="fast-attacks",
+        methods=_FAST,
+        attacks={**_FAST_ATTACKS, "labels": "none"},
+        ending="-4",
+    ),
+    "informed-own": partial(
+        attacked,
+        name="informed-own",
+        methods=(*(f"{method} trust own" for method in _INFORMED), "panicle trust"),
+        attacks=dict.fromkeys(_KNOWN_ATTACKS.split(), "clean"),
+        has_worst=False,
+    ),
     "fair": fair,
     "privacy": privacy,
     "sketches": sketches,

@@ -30,8 +30,8 @@ Data = Mapping[Any, Any] | Iterable[Any]
 """The samples of each client; see :func:`run`."""
 
 _TURN = RLock()
-"""Held by a run or a comparison: those of other threads would draw from the same process-wide
-generators, and start worker processes while this one's script is hidden."""
+"""Lock of a run or a comparison. Runs of other threads would draw from the same process-wide
+generators, and could start worker processes while the user's script is hidden."""
 
 # Imports are lazy, since most importers of this package call none of these functions.
 
@@ -268,7 +268,6 @@ def simulate(
     examples: int | None = None,
     evaluation_share: float | None = None,
     max_time: float = math.inf,
-    max_wall_time: float = math.inf,
     **parameters: Any,
 ) -> OpenSimulation:
     """Run any Flower app on virtual time, as `raceme simulate` does.
@@ -296,8 +295,8 @@ def simulate(
         replies.
     evaluation_share : float, optional
         Time of an evaluation as a share of a training task's; by default it takes none.
-    max_time, max_wall_time : float
-        Limits in seconds of virtual time and of wall time.
+    max_time : float
+        Limit of virtual time, in seconds.
     **parameters
         Hyper-parameters of `strategy`: ``gamma=0.2``.
 
@@ -344,7 +343,6 @@ def simulate(
                 seed=_plain(seed),
                 out=None if out is None else _path(out),
                 max_time=_plain(max_time),
-                max_wall_time=_plain(max_wall_time),
                 examples=_plain(examples),
                 evaluation_share=_plain(evaluation_share),
                 node_config=pairs(node_config),
@@ -430,17 +428,19 @@ def _keys(
         if registry is not None and not isinstance(value, bool | int | float):
             keys[name] = registry.name_of(value)
     if data is not None:
-        from raceme.datasets.given import Columns, keep
+        from raceme.datasets.given import ColumnRoles, keep
 
         if "dataset" in keys:
             raise UserError("data replaces a dataset: leave one of them out.")
-        named = {item.name: keys.pop(key_of(item.name), item.default) for item in fields(Columns)}
-        keys |= {"dataset": "arrays", "data-fingerprint": keep(data, Columns(**named))}
+        named = {
+            item.name: keys.pop(key_of(item.name), item.default) for item in fields(ColumnRoles)
+        }
+        keys |= {"dataset": "arrays", "data-fingerprint": keep(data, ColumnRoles(**named))}
     return keys
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's numbers as Python's, and paths as text."""
+    """Convert numpy's numbers to Python's, and paths to text."""
     import numpy as np
 
     plain = value.item() if isinstance(value, np.generic) else value

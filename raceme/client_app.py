@@ -117,7 +117,8 @@ def _through(half: Mod, inner: ClientAppCallable, message: Message, context: Con
 def client_halves(context: Context) -> tuple[Mod, ...]:
     """Return the client halves of the run's features, the outermost one first.
 
-    On a device with local differential privacy without those of users, whose answers get no noise.
+    On a device with local differential privacy, those of users' features are left out, as their
+    answers get no noise.
     """
     return _client_halves(tuple(context.run_config.items()), is_private(context))
 
@@ -257,7 +258,7 @@ def _settings(message: Message) -> ConfigRecord:
 
 
 def _kept(client: LocalClient, share: float) -> LocalClient:
-    """Return a client with a share of its training samples kept for validation, if any."""
+    """Return a client with a share of its training samples held out for validation, if any."""
     return client.divided(share) if share else client
 
 
@@ -326,7 +327,7 @@ def _answered(message: Message, context: Context) -> tuple[ClientWork, WorkResul
 # Every trained model then leaves the device clipped, relative to the received one, and with
 # Gaussian noise on every weight, of the size that Flower's `LocalDpMod` adds. Any two updates of a
 # device are at most twice the clipping norm apart, so this is the sensitivity. That mod draws from
-# numpy's Mersenne Twister, whose state 624 outputs reveal: here the noise comes from a cipher.
+# numpy's Mersenne Twister, whose state 624 outputs reveal; here the noise comes from a cipher.
 # -----------------------------------------------------------------------------
 
 
@@ -412,7 +413,7 @@ def check_kind(kind: str, context: Context) -> None:
     Raises
     ------
     ValueError
-        It is such.
+        The kind of work is refused.
     """
     if privacy_of(context) is not None and kind not in _ALLOWED:
         allowed = ", ".join(sorted(_ALLOWED))
@@ -425,7 +426,7 @@ def check_kind(kind: str, context: Context) -> None:
 def local_dp(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Flower mod that clips updates and adds noise, if the device has privacy settings.
 
-    Of the metrics only the number of examples is kept, which is known anyway.
+    All metrics except the number of examples, which the server knows anyway, are removed.
 
     Raises
     ------
@@ -478,7 +479,7 @@ def _key_of(privacy: LocalPrivacy, message: Message) -> bytes:
     if privacy.seed is None:
         return secrets.token_bytes(32)
     settings = message.content.config_records.get(names.CONFIG) or ConfigRecord()
-    # Messages of rounds have no number of a task.
+    # Messages of rounds have no task number.
     number = settings.get(names.TASK, settings.get(names.ROUND, 0))
     number = number if isinstance(number, int) else 0
     return seeded_key(privacy.seed, message.metadata.dst_node_id, number)

@@ -378,7 +378,7 @@ class OpenSimulation:
 def simulated(settings: Settings) -> OpenSimulation:
     """Run a Flower app on virtual time and write its results.
 
-    Warns if it ended in another way than by returning.
+    Warns if the app ended in another way than by returning.
     """
     from raceme.simulation.apps import simulate, write_results
 
@@ -413,7 +413,7 @@ def compared(plan: SuitePlan, processes: int, console: Console, formats: Sequenc
     Raises
     ------
     UserError
-        The number of processes is none.
+        The number of processes is invalid.
     """
     if not isinstance(processes, Integral) or processes < 0:
         raise UserError(f"processes must be a whole number of at least 0, got {processes!r}.")
@@ -460,10 +460,10 @@ def _for_papers(frame: Any, latex: str, lines: Sequence[str] = ()) -> pd.DataFra
     """Return a data frame whose ``to_latex`` writes a table for a paper; lines are shown below."""
 
     class PaperTable(_pandas().DataFrame):  # type: ignore[misc]
-        """A data frame whose derivatives are ordinary ones."""
+        """A data frame with LaTeX output for papers; derived data frames are ordinary ones."""
 
         def __repr__(self) -> str:
-            # pandas would elide columns in the middle.
+            # pandas would omit columns in the middle.
             return "\n".join([self.to_string(), *lines])
 
         def _repr_html_(self) -> str:

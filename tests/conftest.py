@@ -1,4 +1,4 @@
-"""What all tests have in common."""
+"""Fixtures of all tests."""
 
 import logging
 import os
@@ -56,16 +56,16 @@ def command() -> Iterator[Commands]:
 
 _LONGEST = (
     "test_serve.py",
-    "test_strangers.py",
+    "test_serve_strangers.py",
     "test_compare.py",
-    "test_checkpoint.py",
+    "test_checkpoints.py",
     "test_cli.py",
     "test_flower.py",
     "test_extending.py",
     "test_device.py",
     "test_testbed.py",
-    "test_served_app.py",
-    "test_spoilers.py",
+    "test_serve_app.py",
+    "test_serve_useless_replies.py",
 )
 """Files that take long: begun last, they would leave one process alone."""
 

@@ -1,4 +1,4 @@
-"""Events of runs of every kind, for what draws them."""
+"""Events of all kinds of runs, for tests of plots."""
 
 from __future__ import annotations
 

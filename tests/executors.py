@@ -1,4 +1,4 @@
-"""What is expected of every executor that has the small apps."""
+"""Expectations of every executor that runs the small apps."""
 
 from __future__ import annotations
 

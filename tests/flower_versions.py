@@ -1,4 +1,4 @@
-"""What works with which release of Flower: ``python -m tests.flower_versions 1.39 1.40 1.41 1.42``.
+"""Tests against releases of Flower: ``python -m tests.flower_versions 1.39 1.40 1.41 1.42``.
 
 Makes an environment for each release (in ``--environments FOLDER``, kept if it is named), runs the
 scenarios of `SCENARIOS` in it, and one fleet whose nodes have all of the releases; prints a table,

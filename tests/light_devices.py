@@ -1,4 +1,4 @@
-"""Light devices for a real `raceme serve`: threads that return the model that they get."""
+"""Light devices for a real `raceme serve`: threads that return the received model."""
 
 from __future__ import annotations
 
@@ -28,61 +28,63 @@ from raceme.flower.fleet_protocol import LONGEST_WAIT, Keys, generate_keys
 from raceme.flower.messages import identify_process
 
 ECHOED = ("task", "version", "step")
-_making = threading.Lock()
+_identity_lock = threading.Lock()
 
 
 @dataclass
 class Behaviour:
-    """What devices do; may change while they are online.
+    """Behaviour of a device, which may change while it is online.
 
     Attributes
     ----------
-    think : float
+    training_seconds : float
         Seconds of work on a training message, more or less.
-    stay : float
-        Seconds online on average, until it leaves and comes back as a new node.
+    online_seconds : float
+        Mean time until a device leaves and comes back as a new node.
     accuracy : float
-        What it measures of any model.
-    step : float
-        Length of its update in each weight; 0: it returns what it gets.
-    uses : bool
+        Accuracy that a device states for every model.
+    update_std : float
+        Standard deviation of an update in each weight; 0: a device returns the received model.
+    uses_versions : bool
         Whether an application uses the versions that it is sent.
     """
 
-    think: float = 0.1
-    stay: float = float("inf")
+    training_seconds: float = 0.1
+    online_seconds: float = float("inf")
     accuracy: float = 0.5
-    step: float = 0.0
-    uses: bool = False
+    update_std: float = 0.0
+    uses_versions: bool = False
 
 
-def reply_to(message: Message, name: str, does: Behaviour) -> Message:
-    """Answer as a client would."""
+def reply_to(message: Message, name: str, behaviour: Behaviour) -> Message:
+    """Return a client's reply to a message."""
     config = message.content.config_records.get("config", {})
     echo = ConfigRecord({key: config[key] for key in ECHOED if key in config})
     metrics = MetricRecord({"num-examples": 100, "train-loss": 0.5})
     if config.get(names.KIND) == names.USE:
-        metrics = MetricRecord({names.USES: int(does.uses)})
+        metrics = MetricRecord({names.USES: int(behaviour.uses_versions)})
         used = (names.USED_RUN, names.USED_CLUSTER, names.USED_VERSION)
         echo = ConfigRecord({key: config[key] for key in used if key in config})
         content = RecordDict({"metrics": metrics, "config": echo})
     elif config.get(names.KIND) == names.TEST_STEPS:
         tests: list[int] = list(config[names.TESTED_STEPS])
-        scores = {names.ACCURACIES: Array(np.full(len(tests), does.accuracy))}
+        scores = {names.ACCURACIES: Array(np.full(len(tests), behaviour.accuracy))}
         content = RecordDict({names.NUMBERS: ArrayRecord(scores), "metrics": metrics})
     elif message.metadata.message_type == MessageType.QUERY:
         echo["client-id"] = name
         content = RecordDict({"metrics": metrics, "config": echo})
     elif message.metadata.message_type == MessageType.EVALUATE:
-        metrics["accuracy"], metrics["loss"] = does.accuracy, 1.0 - does.accuracy
+        metrics["accuracy"], metrics["loss"] = behaviour.accuracy, 1.0 - behaviour.accuracy
         content = RecordDict({"metrics": metrics, "config": echo})
     else:
         arrays = message.content.array_records["arrays"]
-        if does.step:
+        if behaviour.update_std:
             whole = arrays.to_numpy_ndarrays()
             noise = np.random.default_rng()
             moved = [
-                (array + does.step * noise.standard_normal(array.shape)).astype(array.dtype)
+                (array + behaviour.update_std * noise.standard_normal(array.shape)).astype(
+                    array.dtype
+                )
                 for array in whole
             ]
             arrays = ArrayRecord(dict(zip(arrays, map(Array, moved), strict=True)))
@@ -90,9 +92,13 @@ def reply_to(message: Message, name: str, does: Behaviour) -> Message:
     return Message(content, reply_to=message)
 
 
-def _be_online(link: Link, stop: StopSignal, name: str, does: Behaviour) -> None:
-    """Answer messages for a while."""
-    stays = random.expovariate(1 / does.stay) if does.stay < float("inf") else does.stay
+def _answer_messages(link: Link, stop: StopSignal, name: str, behaviour: Behaviour) -> None:
+    """Answer messages until the device leaves or is stopped."""
+    stays = (
+        random.expovariate(1 / behaviour.online_seconds)
+        if behaviour.online_seconds < float("inf")
+        else behaviour.online_seconds
+    )
     until = time.monotonic() + stays
     while not stop.is_set() and time.monotonic() < until:
         received = link.receive(LONGEST_WAIT)
@@ -101,29 +107,30 @@ def _be_online(link: Link, stop: StopSignal, name: str, does: Behaviour) -> None
             continue
         message = received[1]()
         if message.metadata.message_type == MessageType.TRAIN:
-            stop.wait(does.think * random.uniform(0.5, 1.5))
-        with _making:
+            stop.wait(behaviour.training_seconds * random.uniform(0.5, 1.5))
+        with _identity_lock:
             identify_process(message.metadata.run_id, link.node_id)
-            reply = reply_to(message, name, does)
+            reply = reply_to(message, name, behaviour)
         with suppress(RunOverError):
             link.send(reply, 0.0)
 
 
-def _be_device(
+def _run_device(
     endpoint: Endpoint,
     keys: Keys | None,
     stop: StopSignal,
     name: str,
-    does: Behaviour,
-    say: Callable[[str], None],
+    behaviour: Behaviour,
+    log: Callable[[str], None],
 ) -> None:
+    """Join, and join again after each error, until stopped."""
     while not stop.is_set():
         try:
             own = keys or generate_keys()
             with join(endpoint, own, stop, register=keys is None) as link:
-                _be_online(link, stop, name, does)
+                _answer_messages(link, stop, name, behaviour)
         except (RejoinError, RunOverError) as error:
-            say(f"{name} joins again: {error}")
+            log(f"{name} joins again: {error}")
         except StoppedError:
             return
 
@@ -133,16 +140,16 @@ def online(
     endpoint: Endpoint,
     devices: dict[str, Behaviour],
     keys: dict[str, Keys] | None = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> Iterator[dict[str, StopSignal]]:
-    """Let devices be online; yield what ends each of them."""
+    """Keep devices online within the context; yield the signals that stop each of them."""
     stops = {name: StopSignal() for name in devices}
     threads = [
         threading.Thread(
-            target=_be_device,
-            args=(endpoint, (keys or {}).get(name), stops[name], name, does, say),
+            target=_run_device,
+            args=(endpoint, (keys or {}).get(name), stops[name], name, behaviour, log),
         )
-        for name, does in devices.items()
+        for name, behaviour in devices.items()
     ]
     for thread in threads:
         thread.start()

@@ -27,13 +27,13 @@ class Bench:
         for client in self.fleet.clients:
             self.idle.add(client)
 
-    def moment(self, now: float, greeting: bool = False) -> SelectionContext:
+    def selection_context(self, now: float, greeting: bool = False) -> SelectionContext:
         """Return what the policy is told when it chooses."""
         return SelectionContext(now, self.fleet, self.idle, np.random.default_rng(0), greeting)
 
     def work(self, now: float, greeting: bool = False, kind: str = TRAIN) -> list[str]:
         """Give the chosen clients their work; return who they are."""
-        chosen = self.policy.choose(self.moment(now, greeting))
+        chosen = self.policy.choose(self.selection_context(now, greeting))
         for client in chosen:
             name = client.client_id
             several = isinstance(self.policy, InRounds) and self.policy.next_model(name)

@@ -1,4 +1,4 @@
-"""A method whose clients ask for work, and clients whose losses follow the steps of their data."""
+"""A method whose clients request work, and clients whose losses follow their data's steps."""
 
 from __future__ import annotations
 

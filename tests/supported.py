@@ -1,4 +1,4 @@
-"""A bench for FAACL and its kin: clients answer with the losses that a test says."""
+"""A bench for FAACL and related methods: clients answer with losses that a test gives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SupportBench(Bench):
         done: list[Any] = []
         while work := self.hand_out():
             for one in work:
-                task = self.dispatch(one)
+                task = self.open_task(one)
                 if one.kind == LOSSES and elsewhere is not None:
                     rows = [[1.0]] + [[elsewhere]] * (len(task.candidates) - 1)
                     self.answer(task, {LOSSES: (np.array(rows) + SPREAD).astype(np.float32)})
@@ -87,7 +87,7 @@ class SupportBench(Bench):
         asked = {}
         for work in self.hand_out():
             assert work.kind == LOSSES
-            task = self.dispatch(work)
+            task = self.open_task(work)
             asked[task.client] = list(task.candidates)
             rows = [said[task.client][model] + SPREAD for model in task.candidates]
             self.answer(task, {LOSSES: np.array(rows, np.float32)})
@@ -112,7 +112,7 @@ class SupportBench(Bench):
         self, work: Request, loss: Callable[[str, str, str], float], forgotten: tuple[str, ...]
     ) -> None:
         request = self.method.state.requests[work.client]
-        task = self.dispatch(work)
+        task = self.open_task(work)
         own = [] if work.client in forgotten else [f"memory-{step}" for step in request.steps]
         if work.kind == LEND:
             parts = {

@@ -1,4 +1,4 @@
-"""The pages: their links lead somewhere, and their commands, keys and suites are there."""
+"""The pages: their links resolve, and their commands, keys and suites exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results are those of the committed hashes: runs of every method, keys, suites, configurations.
+"""Results match the committed hashes: runs of all methods, keys, suites, configurations.
 
 The hashes of runs in ``benchmarks/equivalence.json`` hold on the platform that made them (its
 processor, and its versions of torch, numpy and others; see ``fingerprint``). Elsewhere a few runs
@@ -71,7 +71,7 @@ def test_hashes_tell_methods_apart_by_what_they_do(tmp_path: Path) -> None:
         assert fedavg[name] != fedprox[name]
 
 
-def test_a_case_that_does_not_exist_is_said(tmp_path: Path) -> None:
+def test_a_case_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     done = script("write", tmp_path / "none.json", "--only", "fedavgg")
     assert done.returncode == 1
     assert done.stderr == "no case is called fedavgg\n"

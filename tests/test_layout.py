@@ -1,4 +1,4 @@
-"""The rooms of the package: imports go down only, and there is no circle."""
+"""The rooms of the package: imports go down only, without circles."""
 
 from __future__ import annotations
 

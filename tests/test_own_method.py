@@ -91,7 +91,7 @@ def test_a_method_may_be_named_like_a_key(folder: Path) -> None:
     assert read_toml(folder / "out" / "config.toml") == kept | {"max-updates": 6}
 
 
-def test_a_run_that_goes_on_with_other_code_says_so(folder: Path) -> None:
+def test_a_run_that_goes_on_with_other_code_reports_it(folder: Path) -> None:
     (folder / "goingon.py").write_text("from raceme.strategies import FedAsync as Own\n")
     run = ["run", "--strategy", "goingon:Own", "--clients", "2", "--workers", "0", "--out", "out"]
     limits = ["--max-updates", "4", "--set", "checkpoint-every=2"]
@@ -294,5 +294,5 @@ def test_a_mistake_after_a_resumption_is_not_blamed_on_the_checkpoint(
     with pytest.raises(SystemExit):
         main()
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("raceme: RuntimeError: boom (late.py, line 9). Correct it there; error")
+    assert last.startswith("raceme: RuntimeError: boom (late.py, line 9). Correct it there; if")
     assert (folder / "out" / "error.txt").read_text().endswith("RuntimeError: boom\n")

@@ -1,4 +1,4 @@
-"""The tables of the results pages are those that the data files give."""
+"""The tables of the results pages agree with the data files."""
 
 from __future__ import annotations
 
@@ -142,6 +142,24 @@ def test_the_data_file_of_a_comparison_is_written_from_its_folder(tmp_path: Path
             **after["shared"]["figures"],
             **same["figures"],
         }.items()
+
+
+def test_variants_of_a_suite_are_written_into_one_data_file(tmp_path: Path) -> None:
+    name, runs, file = "faacl-full-mnist-a2", tmp_path / "runs", tmp_path / "both.json"
+    for variant in ("calm", "rush"):
+        out = runs / variant
+        assert TABLES["main"](["--unpack", name, "--out", str(out)], DOCS) == 0
+        (folder,) = (path.parent for path in out.glob("fedavg/*/config.toml"))
+        entry = {"asynchronous": False, "runs": [{"folder": str(folder.relative_to(out))}]}
+        tree = {"title": variant, "seeds": [10], "methods": [entry], "sweeps": {}}
+        (out / "compare.json").write_text(json.dumps(tree), encoding="utf-8")
+    assert TABLES["main"](["--pack", str(runs), "--out", str(file)], DOCS) == 0
+    packed = json.loads(file.read_text(encoding="utf-8"))
+    assert packed["title"] == "calm"
+    assert [row["method"] for row in packed["rows"]] == ["calm/fedavg", "rush/fedavg"]
+    experiment = TABLES["Experiment"]("both", packed)
+    experiment.unpack(tmp_path / "again")
+    assert (tmp_path / "again" / "rush" / "fedavg" / "seed-10" / "summary.json").exists()
 
 
 def test_a_folder_without_a_comparison_is_one_line(

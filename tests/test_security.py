@@ -1,4 +1,4 @@
-"""The table "Trust" of docs/security.md: each row has tests, and what it promises is tested."""
+"""The table "Trust" of docs/security.md: each promise has tests."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 TESTS = {
     "operator of the server": [
         "test_security.py::test_the_page_says_what_every_kind_of_work_reveals",
-        "training/test_privacy.py::test_a_private_device_does_no_work_that_would_tell_more",
-        "fleet/test_trust.py::test_which_files_are_read_is_for_the_owner_to_say",
+        "training/test_client_app_privacy.py::test_a_private_device_does_no_work_that_would_tell_more",
+        "fleet/test_tasks_trust.py::test_only_the_owner_decides_which_files_are_read",
     ],
     "SuperLink (Flower's)": [
-        "core/test_hostile_statements.py::test_a_reply_that_cannot_be_is_one_short_printable_line",
-        "fleet/test_trust.py::test_what_a_refusal_repeats_of_a_server_is_short_and_printable",
+        "core/test_messages_hostile.py::test_an_impossible_reply_is_reported_in_one_short_printable_line",
+        "fleet/test_tasks_trust.py::test_what_a_refusal_repeats_of_a_server_is_short_and_printable",
     ],
     "device": [
         "attack/test_attack.py::test_an_attack_breaks_nothing",
-        "core/test_hostile_statements.py::test_one_client_does_not_end_a_run_at_its_target",
+        "core/test_messages_hostile.py::test_one_client_does_not_end_a_run_at_its_target",
     ],
     "author of an app that runs on devices": [
-        "fleet/test_trust.py::"
+        "fleet/test_tasks_trust.py::"
         "test_a_server_cannot_have_a_module_imported_that_the_owner_never_named",
-        "fleet/test_trust.py::"
+        "fleet/test_tasks_trust.py::"
         "test_client_work_that_a_server_names_is_imported_only_if_the_owner_named_it",
     ],
     "source of data files, checkpoints, configurations, suites": [
-        "test_received.py::test_who_looks_imports_nothing",
-        "test_received.py::test_who_needs_the_code_says_what_it_would_import",
+        "test_received.py::test_viewing_a_folder_imports_nothing",
+        "test_received.py::test_commands_that_need_the_code_name_it",
         "test_received.py::test_no_command_imports",
         "test_received.py::test_a_suite_needs_trust",
         "test_received.py::test_open_work_of_a_checkpoint_needs_trust",
@@ -57,7 +57,7 @@ def test_every_party_has_tests() -> None:
 
 
 @pytest.mark.parametrize("test", [test for tests in TESTS.values() for test in tests])
-def test_they_exist(test: str) -> None:
+def test_the_tests_of_each_party_exist(test: str) -> None:
     file, _, name = test.partition("::")
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""The distributions that are released: whole, and of use far from a checkout."""
+"""The released distributions are complete, and work outside of a checkout."""
 
 from __future__ import annotations
 

@@ -153,13 +153,14 @@ def main() -> None:
 
 
 # -----------------------------------------------------------------------------
-# Output that cannot end a command.
+# Output whose failures do not end a command.
 # -----------------------------------------------------------------------------
 
 
 _STANDARD = (("stdin", 0), ("stdout", 1), ("stderr", 2))
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""The reader is gone: `head` has ended, or the terminal is closed. Not reported."""
+"""Errors that mean that the reader is gone, e.g. `head` has ended or the terminal is closed. They
+are not reported."""
 
 
 def keep_output() -> None:

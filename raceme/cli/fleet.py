@@ -37,7 +37,7 @@ _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR:
 
 
 def _silence_grpc() -> None:
-    """Keep gRPC's own lines, about a taken port or a handshake, off the terminal: ours say it."""
+    """Suppress gRPC's own log lines, e.g. about a port in use, which Raceme reports itself."""
     if os.environ.get("GRPC_VERBOSITY", "error") == "error":
         os.environ["GRPC_VERBOSITY"] = "none"
 
@@ -93,8 +93,8 @@ class DeviceArguments:
     )
     latency: float = option(
         1.0,
-        "longest time of a packet to the server, e.g. 5 over a satellite: time limits are as many "
-        "times longer",
+        "longest time of a packet to the server, e.g. 5 over a satellite; time limits are "
+        "multiplied by it",
         unit="SECONDS",
         low=1,
         high=60,
@@ -103,7 +103,7 @@ class DeviceArguments:
         None, "file to touch while the server answers, for health checks"
     )
     model_file: Path | None = option(
-        None, "file for the model that serves this device, always whole, for an application"
+        None, "file for this device's model, written atomically, for an application"
     )
     verbose: bool = option(False, "also log tracebacks of the ClientApp")
     log_format: str = option("text", LOG_FORMAT, unit="NAME")
@@ -256,7 +256,7 @@ def serve(
     if folder is not None:
         from raceme.fleet.certificates import read_certificates
 
-        # Before torch is imported.
+        # Checked before torch is imported.
         read_certificates(folder)
 
     is_json = _is_json(options.log_format)
@@ -290,7 +290,7 @@ def serve(
             if not is_json:
                 progress = RunProgress(max_updates=settings.max_updates or 0, each_update=True)
                 observers.append(stack.enter_context(progress).observe)
-            # Only now, so that lines go above the progress bar.
+            # Set up late, so that log lines appear above the progress bar.
             show_log(sys.stdout, lines)
             # Flower logs every call; devices report their own problems.
             logging.getLogger("flwr").setLevel(logging.CRITICAL)
@@ -324,7 +324,7 @@ def up(keys: Mapping[str, Value], options: TestbedArguments) -> None:
     def show(name: str, line: str) -> None:
         print(f"{name:{max(width, 9)}} | {line}", flush=True)
 
-    # Every kind of stop removes processes.
+    # Every kind of stop ends all processes.
     with interrupted_by_signals():
         out = run_testbed(settings, show)
     print(f"Results, plots and models: {out} (logs of all programs: {out / FOLDER})")
@@ -347,10 +347,10 @@ class CertificateArguments:
     public_key: Path | None = option(
         None, "with --rotate: public key that the device has made", unit="FILE"
     )
-    revoke: bool = option(False, "take each --device out of the registry")
+    revoke: bool = option(False, "remove each --device from the registry")
     label: tuple[str, ...] = option(
         (),
-        "give each --device a label (NAME=: take it away); may be repeated",
+        "give each --device a label (NAME= removes it); may be repeated",
         unit="NAME=VALUE",
     )
     token: bool = option(False, "make a token for /metrics and the page: view.token")
@@ -409,7 +409,10 @@ def certs(options: CertificateArguments) -> None:
 
 
 fleet = typer.Typer(
-    help="Ask a running `raceme serve`.", no_args_is_help=True, suggest_commands=False, **PLAIN
+    help="Commands to a running `raceme serve`.",
+    no_args_is_help=True,
+    suggest_commands=False,
+    **PLAIN,
 )
 
 _RUN_HELP = "folder of the run that is served: its --out"
@@ -467,9 +470,9 @@ def rollback(
 
 def _answer(run: Path | None, name: str, **arguments: object) -> Any:
     """Let a run's server execute a command, a method of `FleetCommands`."""
-    from raceme.records.control import command, the_served_run
+    from raceme.records.control import command, only_served_run
 
-    return command(the_served_run() if run is None else run, name, **arguments)
+    return command(only_served_run() if run is None else run, name, **arguments)
 
 
 def _show(answer: Any, as_json: bool, if_empty: str = "") -> None:

@@ -206,7 +206,7 @@ def _stands_alone(name: str, own: Collection[str]) -> bool:
     if key in general_keys():
         is_boolean = False
     elif name not in own and (found := all_keys().get(key)) is not None:
-        # Only now, as keys of datasets and the like are in modules that take time to import.
+        # Looked up late, as keys of datasets and others are in modules that take time to import.
         is_boolean = found.type.startswith(_BOOLEAN)
     else:
         return False
@@ -284,7 +284,7 @@ def with_keys(
     groups: dict[str, str] = {}
     if names is None:
         groups = {name: group for group, inside in _GROUPS.items() for name in inside.split()}
-        # Keys of features need no entry.
+        # Keys of features need no entry here.
         placed = {*_FIRST, *groups}
         groups |= {name: "Features" for name in general_keys() if name not in placed}
         names = [*_FIRST, *groups]
@@ -320,7 +320,7 @@ def _key_options(
     """Return the options of a command for keys, --config and --set."""
     defaults: dict[str, Any] = {}
     if command in ("serve", "up"):
-        # Real devices are few.
+        # The default for real devices, which are usually few.
         defaults["strategy"] = FEW_DEVICES
     if command == "reproduce":
         # Set by the suite.
@@ -360,7 +360,7 @@ def _located(error: UserError, path: Path, keys: Mapping[str, Value]) -> UserErr
 
 def _option(name: str, item: Any, about: str, group: str | None, default: Any) -> Any:
     """Make the option of a key: text, which is checked in one place."""
-    # Most switches are off, and the help explains 0.
+    # Defaults of false and 0 are not shown: most switches are off, and the help explains 0.
     is_shown = default not in (None, "", "none") and default is not False
     if is_shown and (default or "0:" not in about):
         about += f" (default: {as_typed(default)})"
@@ -433,7 +433,7 @@ def list_names(
         every = all_keys()
         found_keys = {name: key for name, key in every.items() if part in name}
         if keys and not found_keys:
-            # No key is named like it; some may be about it.
+            # Other keys may mention the word in their meaning.
             found_keys = {name: key for name, key in every.items() if part in key.help.lower()}
     elif chosen := {key: part for key, registry in _LISTS.values() if registry.is_own(part)}:
         found_keys = {

@@ -159,7 +159,9 @@ class ExportArguments:
     labels: str = option("", "names of the classes; default: those of the dataset", unit="A,B,…")
     out: Path | None = option(None, "folder to make; default: in the run's, export/MODEL-FORMAT")
     trust: str = option(
-        "", "import the model and the dataset (module:name) that runs in it name", unit="FOLDER"
+        "",
+        "folder whose runs may name a model and a dataset (module:name) to import",
+        unit="FOLDER",
     )
 
 
@@ -223,7 +225,7 @@ def watch(
     check_watchable(folder)
     access = _access(options.certificates, options.host)
     several = is_comparison(folder)
-    # Others see a page on this machine too: to change something takes the printed address.
+    # Other users of this machine may see the page, too; changes need the printed address.
     edits = new_token() if several and is_loopback(options.host) and not access.token else ""
     with bind(options.host, options.port) as listening:
         address = address_of(listening, access, edits)
@@ -268,7 +270,7 @@ def watched(
     """Run the dashboard of a folder within the context, if requested.
 
     On a terminal the page stays afterwards until Ctrl-C; in a script it ends with the context, as
-    it does after an error or interruption. If standard output is JSON, the address is told on
+    it does after an error or interruption. If standard output is JSON, the address is printed to
     standard error.
 
     Raises

@@ -162,9 +162,6 @@ class Simulation:
         low=0,
     )
     max_time: float | None = option(None, "stop at this virtual time", unit="SECONDS", low=0)
-    max_wall_time: float | None = option(
-        None, "stop after this time on this machine", unit="SECONDS", low=0
-    )
 
 
 def simulate(

@@ -38,7 +38,7 @@ class Chain:
 
     @classmethod
     def of(cls, config: RunConfig) -> Chain:
-        """Make the features of a configuration.
+        """Create the features of a configuration.
 
         Raises
         ------
@@ -67,17 +67,17 @@ class Chain:
         return frozenset().union(*(feature.settings for feature in self))
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
-        """Return the further work of a training message, in passes over a client's samples."""
+        """Return the additional work of a training message, in passes over a client's samples."""
         return sum(feature.cost(settings, context, examples) for feature in self)
 
     @property
     def holds(self) -> Callable[[str], bool] | None:
-        """Whether an idle client gets no work yet; None if no feature ever holds any."""
+        """Whether to withhold work from an idle client for now; None if no feature ever does."""
         return self._held_by([one for one in self if type(one).holds is not Feature.holds])
 
     @property
     def holds_for_good(self) -> Callable[[str], bool] | None:
-        """Whether a client gets no work even if no other has any; None if none ever is."""
+        """Whether to withhold work from a client even if no other works; None if never."""
         return self._held_by([one for one in self if one.holds_for_good])
 
     def _held_by(self, features: Sequence[Feature]) -> Callable[[str], bool] | None:
@@ -101,7 +101,7 @@ class Chain:
             feature.on_sent(task, self._connected)
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """Return the content of a reply to training as it is read.
+        """Return the content of a training reply, decoded by the features.
 
         Raises
         ------
@@ -113,7 +113,7 @@ class Chain:
         return content
 
     def update(self, update: Update, after: Feature | None = None) -> Update | Held:
-        """Return a valid update as the features change it, or that one of them holds it.
+        """Pass a valid update through the features: return it as changed, or a `Held`.
 
         Parameters
         ----------
@@ -136,7 +136,7 @@ class Chain:
         return update
 
     def pending(self) -> Iterator[tuple[Feature, Request | Update | Refusal]]:
-        """Yield what becomes of held updates, by the feature that holds them."""
+        """Yield each feature that holds updates with its next step for one of them."""
         for feature in self:
             for item in feature.pending(self._connected):
                 yield feature, item
@@ -184,7 +184,7 @@ class Chain:
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned.
+        """Restore the states that :meth:`state_dict` returned.
 
         Raises
         ------
@@ -197,7 +197,7 @@ class Chain:
             feature.state = from_tree(feature.state_type, tree[name])
 
     def tests(self, is_end: bool) -> Iterator[tuple[str, StepTests]]:
-        """Yield the tests that features begin now, by the name of the feature."""
+        """Yield the names of features that begin tests now, with their tests."""
         for name, feature in self._features.items():
             if tests := feature.tests(self._connected, is_end):
                 yield name, tests
@@ -213,14 +213,14 @@ class Chain:
 
 
 def resolved(config: RunConfig, needs: Needs) -> RunConfig:
-    """Fill in the options of features that are left to the method."""
+    """Fill in the feature options that are ``auto`` and therefore chosen by the method."""
     for name in config.feature_names:
         config = config.with_values(**made_of(config, name).resolved(needs))
     return config
 
 
 def made_of(config: RunConfig, name: str) -> Feature:
-    """Make a feature with the options of a configuration."""
+    """Create a feature with its options from a configuration."""
     kind = FEATURES.options_type(name)
     assert kind is not None, "every feature has options"
     made: Feature = FEATURES.make(name, config.read(kind, FEATURES.prefix(name)), config)

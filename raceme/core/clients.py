@@ -29,12 +29,12 @@ MOST_EXAMPLES = 2**53
 """Maximum number of examples: larger integers are not exact as floats."""
 _TIMES_MEDIAN = 10.0
 _STRETCH = 5.0
-"""Multiple of the quartiles' logarithmic distance from the median that honest sizes may have. Of
-log-normal sizes with standard deviation 2, as skewed as any published, one in 200,000 exceeds it,
-given the factor of ten."""
+"""How far honest sizes may be from the median, in multiples of the quartiles' logarithmic distance
+from it. For log-normal sizes with standard deviation 2, as skewed as any published, one size in
+200,000 exceeds this bound together with the factor of ten."""
 
 
-def largest_believed(ordered: Sequence[int]) -> int:
+def largest_plausible_size(ordered: Sequence[int]) -> int:
     """Return the largest plausible number of examples.
 
     Ten times the median, times the larger of median / lower quartile and upper quartile / median to
@@ -81,7 +81,7 @@ class Client:
     failures : int
         Number of consecutive failures.
     ready_at : float
-        Not given work before this time.
+        End of its back-off: it gets no work before this time.
     labels : dict[str, str]
         Its labels, such as its room.
     """
@@ -95,7 +95,10 @@ class Client:
     labels: dict[str, str] = field(default_factory=dict)
 
     def label(self, name: str) -> str:
-        """Return a label: ``id`` is the client's own, ``group``, if not given, the true group."""
+        """Return the value of a label.
+
+        ``id`` is the client's id; ``group`` is the true group unless the client has such a label.
+        """
         if name == "id":
             return self.client_id
         group = "" if self.group is None or name != "group" else str(self.group)
@@ -148,8 +151,8 @@ class Fleet:
         self.sizes[client] = examples
         insort(self._ordered, examples)
 
-    def counted(self, client: str, stated: int | None = None) -> int:
-        """Return the plausible number of examples of a client, for weighting.
+    def plausible_examples(self, client: str, stated: int | None = None) -> int:
+        """Return a client's number of examples for weighting, limited to a plausible value.
 
         Parameters
         ----------
@@ -159,11 +162,11 @@ class Fleet:
         Returns
         -------
         int
-            The stated number, at most :func:`raceme.core.clients.largest_believed`.
+            The stated number, at most :func:`raceme.core.clients.largest_plausible_size`.
         """
         if stated is None:
             stated = self.sizes.get(client, self.clients[client].num_examples)
-        limit = self.most_counted()
+        limit = self.largest_plausible()
         if stated > limit and client not in self._capped:
             self._capped.add(client)
             log.warning(
@@ -175,9 +178,9 @@ class Fleet:
             )
         return min(stated, limit)
 
-    def most_counted(self) -> int:
+    def largest_plausible(self) -> int:
         """Return the largest plausible number of examples."""
-        return largest_believed(self._ordered) if self._ordered else MOST_EXAMPLES
+        return largest_plausible_size(self._ordered) if self._ordered else MOST_EXAMPLES
 
     def labels(self, client: str) -> Mapping[str, str]:
         """Return the labels of a client; none of one that is not known."""
@@ -195,7 +198,7 @@ class Fleet:
     def changes(
         self, online: Iterable[int], ask_again: bool = False
     ) -> tuple[list[int], list[str]]:
-        """Update the fleet by the online nodes.
+        """Update the fleet to match the online nodes.
 
         Parameters
         ----------
@@ -270,7 +273,7 @@ class Fleet:
             try:
                 identities.check(node_id, client_id)
             except ForeignIdError:
-                # It is refused without waiting for the client of its id.
+                # Without an id: the departure of that client does not cause another greeting.
                 self.refused[node_id] = ""
                 raise
         examples = count_of(measured.get(names.NUM_EXAMPLES, 1))
@@ -327,7 +330,7 @@ class Idle:
     clients : Mapping[str, Client]
         All clients in order of greeting; new ones are added before the next greeting.
     holds : Callable, optional
-        Returns whether a client, given by its id, gets no work yet.
+        Returns whether to withhold work from a client, given by its id, for now.
     """
 
     def __init__(
@@ -360,12 +363,12 @@ class Idle:
         self._resting.discard(client)
 
     def ready(self, now: float) -> list[Client]:
-        """Return the clients without a back-off that are not held."""
+        """Return the clients that may get work now: no back-off, and no feature withholds work."""
         clients = (self._clients[name] for name in self._names)
         return self.not_held(client for client in clients if client.ready_at <= now)
 
     def not_held(self, clients: Iterable[Client]) -> list[Client]:
-        """Return the clients, idle or not, that may get work."""
+        """Return those of the clients, idle or not, from which no feature withholds work."""
         if self.holds is None:
             return list(clients)
         return [client for client in clients if not self.holds(client.client_id)]

@@ -20,7 +20,7 @@ from raceme.core.messages import Vector
 
 
 _BLOCK = 1 << 16
-"""Elements mixed at a time, to fit into a core's cache."""
+"""Elements that are mixed per block, so that a block fits into a core's cache."""
 
 
 class NonFiniteModelError(ValueError):
@@ -66,8 +66,8 @@ class Model:
         """Mix an update in: w ← α w_i + (1 − α) w.
 
         Computed as w + α (w_i − w), block by block, in one pass over memory without a temporary
-        array of the model's size. A share of at most 1 keeps numbers of the size that
-        :meth:`raceme.core.messages.ModelSpec.unpack` accepts within its bound.
+        array of the model's size. Since α is at most 1, the result stays within the bound on
+        numbers that :meth:`raceme.core.messages.ModelSpec.unpack` enforces.
 
         Parameters
         ----------
@@ -124,7 +124,7 @@ class Model:
         self.replace(np.asarray(shares @ np.stack(vectors)))
 
     def copy_from(self, w_i: Vector, where: np.ndarray) -> None:
-        """Copy some elements, e.g. counters, whose mean is meaningless.
+        """Copy some elements instead of averaging them, e.g. counters.
 
         Part of the last change, without a new version.
         """
@@ -229,8 +229,8 @@ class Clusters:
     next_id : int
         Id of the next new cluster; ids are never reused.
     heirs : dict[int, list[int]]
-        Successors of removed clusters: the parts of a split, or a merge that kept a model. A mean
-        of models continues none.
+        Successors of removed clusters: the parts of a split, or the result of a merge that kept the
+        cluster's model. A merge into a mean of models is no successor.
     """
 
     models: dict[int, Model] = field(default_factory=dict)
@@ -254,10 +254,10 @@ class Clusters:
             self._count(client, 1)
 
     def report_to(self, report: Report) -> None:
-        """Set the receiver of changes, whose `time` and `updates` are 0."""
+        """Set the receiver of `ClustersChanged` events; their `time` and `updates` are 0."""
         self._report = report
 
-    # Questions.
+    # Queries.
 
     def of(self, client: str) -> Weights:
         """Return the clusters that serve a client, with weights."""
@@ -322,7 +322,7 @@ class Clusters:
             return [cluster]
         return [kept for heir in self.heirs.get(cluster, ()) for kept in self.continuations(heir)]
 
-    # Verbs.
+    # Changes.
 
     def join(self, client: str) -> None:
         """Add a client: to the only cluster, unplaced, or back to its own."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from raceme.core.errors import UserError, printable, unknown_name
-from raceme.core.files import ReadingError, parse_toml, read_text, whole_path
+from raceme.core.files import ReadingError, absolute_text, parse_toml, read_text
 from raceme.core.limits import Limits
 from raceme.core.options import (
     AUTO,
@@ -452,7 +452,7 @@ class RunConfig(TrainingOptions, Limits):
 
     @property
     def short_name(self) -> str:
-        """The method and the dataset, as the name of a folder has them."""
+        """Method and dataset, as in the name of the run's folder."""
         return f"{STRATEGIES.short(self.strategy)}-{DATASETS.short(self.dataset)}"
 
     @property
@@ -465,10 +465,9 @@ class RunConfig(TrainingOptions, Limits):
     def planned_updates(self) -> int:
         """Client updates of the run; with max-rounds an estimate.
 
-        Without a limit, that of a run that names none, for what is scheduled by it.
-
-        The parameters of a method in rounds state its clients per round by
-        ``participants(clients)``; by default all clients, once each.
+        Without any limit it is the default number of updates, since some schedules depend on it.
+        For a method in rounds, ``participants(clients)`` of its parameters gives the number of
+        clients per round; by default it is all clients.
         """
         if self.max_updates:
             return self.max_updates
@@ -509,10 +508,10 @@ class RunConfig(TrainingOptions, Limits):
         paths = [item.name for item in general_keys().values() if is_path(item)]
         readable = self._readable(prefixed=False)
         options = {
-            name: whole_path(value) if name in readable and is_path(readable[name]) else value
+            name: absolute_text(value) if name in readable and is_path(readable[name]) else value
             for name, value in self.options.items()
         }
-        values: dict[str, Any] = {name: whole_path(getattr(self, name)) for name in paths}
+        values: dict[str, Any] = {name: absolute_text(getattr(self, name)) for name in paths}
         return replace(self, options=options, **values)
 
     def check_options(self) -> None:
@@ -540,7 +539,7 @@ class RunConfig(TrainingOptions, Limits):
             return self
         features = [name for name in given if name in general_keys()]
         if features and len(features) < len(given):
-            # They may name what has options of its own.
+            # Their values may name objects with options of their own.
             first = self._with_options({name: given[name] for name in features})
             rest = {name: value for name, value in given.items() if name not in features}
             return first._with_options(rest, lenient)
@@ -573,7 +572,7 @@ class RunConfig(TrainingOptions, Limits):
             yield from ((FEATURES, name) for name in _package_features())
 
     def _is_unread(self, item: Field[Any]) -> bool:
-        """Return whether another choice of this run makes a general option ineffective."""
+        """Return whether a general option has no effect, given another choice of this run."""
         if item.metadata["unless"] is None:
             return False
         other, attribute = item.metadata["unless"]
@@ -583,7 +582,7 @@ class RunConfig(TrainingOptions, Limits):
     def _readable(self, prefixed: bool, lenient: bool = False) -> dict[str, Field[Any]]:
         """Return the options that are read in this run, by key: those with a prefix, or others.
 
-        Leniently without the strategy's.
+        With `lenient`, the strategy's options are left out.
         """
         readable: dict[str, Field[Any]] = {}
         for registry, chosen in self._readers():
@@ -669,7 +668,7 @@ def code_of(keys: Mapping[str, Any]) -> str:
 def imported_by(keys: Mapping[str, Any]) -> dict[str, str]:
     """Return the names in some keys that a run would import from outside Raceme, by key.
 
-    Names of installed packages are not among them, as their owner has installed them.
+    Names from installed packages are left out: whoever installed a package trusts it.
     """
     given = present_names(expanded(keys), general_keys())
     found = {}
@@ -701,15 +700,17 @@ def check_keys_trusted(
     Raises
     ------
     UserError
-        Something is neither, or the file sets `TRUST`.
+        A name is neither named nor trusted by the user, or the file sets `TRUST`.
     """
     if expanded(keys).get(TRUST):
-        raise UserError(f"{path} sets {TRUST}, which is typed only: remove it from the file.")
+        raise UserError(
+            f"{path} sets {TRUST}, which only the command line may set: remove it from the file."
+        )
     given = expanded(typed)
     named = {key: name for key, name in imported_by(keys).items() if key not in given}
     options = " ".join(f"--{key} {name}" for key, name in named.items())
     otherwise = f", or name it again: {options}" if again else ""
-    # A run is its folder.
+    # For a run, trust applies to its folder.
     folder = path.parent if path.name == CONFIG else path
     check_trusted(path, named.items(), str(given.get(TRUST, "")), folder, otherwise)
 
@@ -765,7 +766,7 @@ _LONGEST_LIST = 1000
 
 
 _OWN_NAMES = {"model": MODELS, "devices": DEVICES}
-"""Keys that take names or other values."""
+"""Keys whose values are either names or something else."""
 
 
 def registry_of(key: str) -> Registry | None:
@@ -810,16 +811,16 @@ def all_keys() -> dict[str, Key]:
 
 
 def keys_of(keys: Mapping[str, Any]) -> dict[str, Key]:
-    """Return the declarations of a run's keys, by the names of Raceme's own in them.
+    """Return the declarations of a run's keys, as far as they belong to Raceme's own objects.
 
-    Others are left out: reading a configuration imports no code that it names.
+    Keys of users' objects are left out: reading a configuration imports no code that it names.
     """
     known = _keys_of(())
     for name, item in general_keys().items():
         registry = item.metadata["names"]
         for chosen in names_in(item, keys.get(name, item.default)) if registry else ():
             if registry.is_own(chosen):
-                # A package that the module needs may be missing here.
+                # A package that the module imports may be missing on this machine.
                 with suppress(UserError):
                     known |= _keys_of([(registry, chosen)])
     return known
@@ -852,9 +853,9 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
         There is no such key, or the value is of another type or out of the range.
     """
     if name in general_keys():
-        # Declared alike by all that also read it, which need not be imported.
+        # All readers of a key declare it alike, so the others need not be imported.
         return _key(general_keys()[name]), convert(name, value, general_keys()[name])
-    # Reading a strategy's keys imports it: as few as possible.
+    # Reading a strategy's keys imports the strategy, so as few as possible are read.
     strategy, dot, _ = name.partition(".")
     further = tuple(reader for reader in further if not _is_package_feature(*reader))
     readers = dict.fromkeys([*_all_readers(), *further])
@@ -907,7 +908,7 @@ def _declared_by(registry: Registry, name: str) -> dict[str, Field[Any]]:
     return {} if options_type is None else declared(options_type, registry.prefix(name))
 
 
-# Every client of a fleet asks for the same part, and the same options.
+# Cached: every client of a fleet asks for the same narrowed configuration and options.
 @lru_cache(maxsize=256)
 def _narrowed(config: RunConfig, attributes: tuple[str, ...]) -> RunConfig:
     part = RunConfig(**{name: getattr(config, name) for name in attributes})

@@ -49,8 +49,8 @@ log = logging.getLogger("flwr")
 # -----------------------------------------------------------------------------
 # Dtype adapter: conversion between a user's models and float32 models.
 #
-# Floating-point arrays are averaged and compared. Other arrays, such as masks or tables of large
-# integers, are sent unchanged and hidden from methods.
+# Methods average and compare floating-point arrays. Other arrays, such as masks or tables of large
+# integers, are hidden from methods and sent to clients unchanged.
 # -----------------------------------------------------------------------------
 
 
@@ -98,8 +98,8 @@ class DtypeAdapter:
             for name, values in initial.items()
         ):
             raise UserError(
-                "initial_arrays holds no finite floating-point numbers, which updates of a model "
-                "are: give its arrays, e.g. ArrayRecord(model.state_dict()). Trees cannot be "
+                "initial_arrays holds no finite floating-point numbers, so that there is nothing "
+                "to train: give its arrays, e.g. ArrayRecord(model.state_dict()). Trees cannot be "
                 "averaged."
             )
         self.initial = self.received(initial)
@@ -123,7 +123,7 @@ class DtypeAdapter:
             return model[name]
         values = np.ascontiguousarray(from_array(model[name]), np.float32)
         bits = values.view(np.uint32)
-        # Round to nearest, ties to even.
+        # Rounds to nearest, ties to even.
         half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
         rounded = (bits + half) >> np.uint32(16)
         made = to_array(rounded.astype(np.uint16).view("V2").reshape(values.shape))
@@ -151,8 +151,8 @@ class DtypeAdapter:
 
     def _difference(self, model: ArrayRecord) -> str:
         """Describe the differences of a model's array names from the initial ones."""
-        missing = _some([name for name in self._names if name not in model])
-        strange = _some([name for name in model if name not in self._names])
+        missing = _shortened_list([name for name in self._names if name not in model])
+        strange = _shortened_list([name for name in model if name not in self._names])
         parts = [f"without {missing}"] if missing else []
         if strange:
             parts.append(f"with {strange}, which the initial model does not have")
@@ -189,7 +189,7 @@ def _widened(values: Array) -> Array:
     return to_array(bits.view(np.float32))
 
 
-def _some(names: list[str]) -> str:
+def _shortened_list(names: list[str]) -> str:
     """Return the first names as text."""
     shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
@@ -207,7 +207,7 @@ _ACCURACIES, _LOSSES = ("accuracy", "eval_acc"), ("loss", "eval_loss")
 """Usual names of metrics: those of Raceme's own ClientApp, and of Flower's templates."""
 _TRAIN_LOSS = "train_loss"
 _SCALE = 1_000_000
-"""Number of examples for a weight of 1, if weights are no numbers of examples."""
+"""Number of examples that stands for a weight of 1, if weights are not numbers of examples."""
 
 
 def named(metrics: Metrics, key: str, usual: tuple[str, ...]) -> str | None:
@@ -288,7 +288,7 @@ class ReplyAdapter:
     dtypes : DtypeAdapter
         Converts the models in replies.
     keeps_numbers : bool
-        Whether a record of numbers besides the model is no model.
+        Whether a record with other arrays may come beside the model.
 
     Attributes
     ----------
@@ -337,7 +337,9 @@ class ReplyAdapter:
                 f"{stated}"
             )
         if not weight:
-            raise InvalidReplyError(f"its weight '{self._weight}' is 0: it counts for nothing")
+            raise InvalidReplyError(
+                f"its weight '{self._weight}' is 0: the update would have no effect"
+            )
         renamed = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         renamed[names.NUM_EXAMPLES] = self._examples(metrics, weight)
         usual = (names.TRAIN_LOSS, _TRAIN_LOSS, self._arguments.loss_key or _LOSSES[0])
@@ -519,16 +521,17 @@ class ClientNames:
 
 
 _MOST_WEIGHTLESS = 8
-"""Updates per client in a row that may change no model before they count for rounds all the same:
-more than the probes of any method, so that every run ends."""
+"""Consecutive updates per client without a change of a model, from which on they count as rounds.
+
+Larger than any method's number of probes; it makes every run end."""
 
 
 class Rounds:
     """Counts the rounds of a run, and aggregates training and test metrics by round.
 
     Methods with rounds or windows count their own. For others, a round is as many updates as
-    clients train at a time. Updates that change no model, such as probes, are in the round of the
-    next ones that do, unless a method has nothing else.
+    clients train at a time. Updates that change no model, such as probes, belong to the round of
+    the next update that changes one, unless only such updates arrive.
 
     Parameters
     ----------
@@ -560,7 +563,7 @@ class Rounds:
         # Updates that count, in total and at the end of the last round; others since the last one.
         self._counted = self._ended_at = self._weightless_in_a_row = 0
         self._end = 0
-        # Replies being processed by the loop, by client, which it may refuse.
+        # Replies that the loop is processing and may still refuse, by client.
         self._returned: dict[str, list[RecordDict]] = {}
         self._applied: list[RecordDict] = []
         self._weightless: list[RecordDict] = []
@@ -583,7 +586,7 @@ class Rounds:
         """Number of the last tested round; 0 before the first test."""
         return self.tests[-1] if self.tests else 0
 
-    def look(self) -> None:
+    def process_completed(self) -> None:
         """Process completed rounds."""
         own = self._method.scheduling.rounds
         if own is not None:
@@ -593,13 +596,13 @@ class Rounds:
         if self._counted == self._ended_at:
             # The size of the first round is known after the first answer.
             return
-        self._end = self._end or self._ended_at + self._taking_part
+        self._end = self._end or self._ended_at + self._clients_at_once
         while self._counted >= self._end:
             self._close(self._end)
-            self._end += self._taking_part
+            self._end += self._clients_at_once
 
     @property
-    def _taking_part(self) -> int:
+    def _clients_at_once(self) -> int:
         """Number of clients that train at a time."""
         return max(1, self._arguments.trained(len(self._method.progress.fleet.by_node)))
 
@@ -607,7 +610,7 @@ class Rounds:
         self.over += 1
         self._ended_at = updates
         function = self._arguments.train_metrics_aggr_fn
-        # Such as the updates that Krum excludes, but not a whole round of probes.
+        # Replies of updates without weight, such as probes, count only if the round has no others.
         replies = self._applied or self._weightless
         self._is_over(self.over, self._aggregate(replies, function, self.trained, self.over))
         self._weightless.clear()
@@ -630,7 +633,7 @@ class Rounds:
         """Record the use of a client's first reply, and whether its update has a weight."""
         self._weightless_in_a_row = 0 if counts else self._weightless_in_a_row + 1
         has_rounds = self._method.scheduling.rounds is not None
-        is_idle = self._weightless_in_a_row > _MOST_WEIGHTLESS * self._taking_part
+        is_idle = self._weightless_in_a_row > _MOST_WEIGHTLESS * self._clients_at_once
         self._counted += counts or has_rounds or is_idle
         if returned := self._returned.get(client):
             (self._applied if counts else self._weightless).append(returned.pop(0))
@@ -675,8 +678,8 @@ class Rounds:
         self._reported |= left_out
         if left_out:
             log.warning(
-                "Left out of the means, since some clients do not report it, or lists of other "
-                "lengths: %s",
+                "No mean of these metrics, as some clients report none or lists of other lengths: "
+                "%s",
                 ", ".join(sorted(left_out)),
             )
 
@@ -743,7 +746,9 @@ class FlowerGrid(GridWrapper):
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Wait for the next replies, those to greetings first."""
-        return self._known(message_ids) or self._received(self._clock.wait(message_ids, until))
+        return self._greeting_answers(message_ids) or self._received(
+            self._clock.wait(message_ids, until)
+        )
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Give up on replies."""
@@ -757,7 +762,7 @@ class FlowerGrid(GridWrapper):
     def get_node_ids(self) -> Iterable[int]:
         """Return the connected nodes.
 
-        A node that is another client is left out once, so that it is greeted again.
+        A node that turned out to be another client is left out once, so that it is greeted again.
         """
         online = list(self._grid.get_node_ids())
         moved, self.client_names.moved = self.client_names.moved, set()
@@ -769,9 +774,9 @@ class FlowerGrid(GridWrapper):
         for message in messages:
             is_greeting = message.metadata.message_type == MessageType.QUERY and not message.content
             if is_greeting and not self._greets:
-                pushed.append(self._introduced(message))
+                pushed.append(self._greeting_answer(message))
                 continue
-            sent = self._grid.push_messages([message if is_greeting else self._translated(message)])
+            sent = self._grid.push_messages([message if is_greeting else self._to_flower(message)])
             for key in sent:
                 pushed.append(key)
                 if not is_greeting:
@@ -780,18 +785,20 @@ class FlowerGrid(GridWrapper):
 
     def _pull(self, message_ids: Collection[str]) -> Iterable[Message]:
         """Return the replies present."""
-        return self._known(message_ids) + self._received(self._grid.pull_messages(message_ids))
+        return self._greeting_answers(message_ids) + self._received(
+            self._grid.pull_messages(message_ids)
+        )
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Send messages and wait for their replies."""
-        translated = [self._translated(message) for message in messages]
+        translated = [self._to_flower(message) for message in messages]
         return self._received(self._grid.send_and_receive(translated, timeout=timeout))
 
     # Outgoing messages.
 
-    def _introduced(self, greeting: Message) -> str:
+    def _greeting_answer(self, greeting: Message) -> str:
         """Answer a greeting on behalf of a client."""
         self._count += 1
         key = f"greeting-{self._count}"
@@ -801,7 +808,7 @@ class FlowerGrid(GridWrapper):
         self._answers[key] = Message(RecordDict({names.CONFIG: identity}), reply_to=greeting)
         return key
 
-    def _translated(self, message: Message) -> Message:
+    def _to_flower(self, message: Message) -> Message:
         """Convert a message to that of Flower's own strategies."""
         content = RecordDict()
         settings: dict[str, Any] = {}
@@ -824,8 +831,8 @@ class FlowerGrid(GridWrapper):
 
     # Incoming replies.
 
-    def _known(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the answers to greetings made here."""
+    def _greeting_answers(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the answers to greetings, which this grid makes itself."""
         return [self._answers.pop(key) for key in message_ids if key in self._answers]
 
     def _received(self, replies: Iterable[Message]) -> list[Message]:
@@ -875,7 +882,7 @@ class FlowerGrid(GridWrapper):
     def _check_identity(self, node: int, client: str | None, content: RecordDict) -> None:
         """Raise InvalidReplyError if a reply comes from another client than the queried one."""
         if client is not None and client != self.client_names.of(node):
-            raise InvalidReplyError("it was asked of a node that turned out to be another client")
+            raise InvalidReplyError("its node turned out to be that of another client")
         if reason := self.client_names.identify(node, content, self._grid.get_node_ids):
             raise InvalidReplyError(reason)
 
@@ -930,7 +937,7 @@ class FlowerLog(events.EventHandler):
         self.time = 0.0
 
     def __call__(self, event: events.Event) -> None:
-        """Process an event; log it if it is news."""
+        """Process an event; log changes of clusters."""
         self.time = event.time
         super().__call__(event)
 
@@ -1163,14 +1170,14 @@ class FlowerPlan(Plan):
     run: _Run
 
     def places(self, online: int) -> int | None:
-        """Return how many clients train at a time; None for all."""
+        """Return the number of clients that train at a time; None for all."""
         taking_part = self.run.arguments.trained(online)
         has_rounds = self.run.method.scheduling.rounds is not None
         return None if has_rounds or taking_part >= online else taking_part
 
     def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
         """Return the reached limit in words."""
-        over = self.run.look()
+        over = self.run.process_completed()
         if self.run.options.max_updates is None and over >= self.run.options.num_rounds:
             return rounds_over(self.run.options.num_rounds)
         if self.run.stopped_after:
@@ -1180,7 +1187,7 @@ class FlowerPlan(Plan):
     def is_tested(self, progress: Progress, rounds: int | None) -> bool:
         """Return whether the next evaluation is due: after each round that changed a model."""
         counted = self.run.rounds
-        counted.look()
+        counted.process_completed()
         return progress.updates > progress.evaluated_at and counted.over > counted.last_test
 
     def testers(self, online: Sequence[Client]) -> Sequence[Client]:
@@ -1220,7 +1227,8 @@ class _Run(events.EventHandler):
         # Last round tested by the server.
         self._tested = -1
         self._useless, self._refused = 0, ""
-        # Last round passed to the user's stop function, and the round after which to stop.
+        # Last round for which the user's stop function was called, and the round after which to
+        # stop.
         self._asked = self.stopped_after = 0
 
     def prepare(self) -> int:
@@ -1235,7 +1243,7 @@ class _Run(events.EventHandler):
         self._check_server()
         self._log_start()
         if carried := ", ".join(self._dtypes.carried):
-            _log(f"Sent along unchanged, since nothing of it can be averaged: {carried}")
+            _log(f"Sent unchanged, since these arrays cannot be averaged: {carried}")
         online = self._wait_for_nodes()
         if self._clock.is_virtual:
             method.check(online)
@@ -1367,8 +1375,8 @@ class _Run(events.EventHandler):
                 last = online
             if clock.is_virtual and clock.now() >= began + timeout:
                 raise UserError(
-                    f"Only {online} of min_available_nodes={wanted} nodes have come in "
-                    f"{timeout:g} virtual seconds: simulate more, or ask for fewer."
+                    f"Only {online} of min_available_nodes={wanted} nodes connected within "
+                    f"{timeout:g} virtual seconds: simulate more, or require fewer."
                 )
             clock.wait((), clock.now() + _LOOK_SECONDS)
         return online
@@ -1376,7 +1384,7 @@ class _Run(events.EventHandler):
     # Reports of clients and the loop.
 
     def _record_examples(self, name: str, examples: int) -> None:
-        """Record a client's number of examples, unknown without a greeting."""
+        """Record a client's number of examples, which is unknown if there was no greeting."""
         client = self.method.progress.fleet.clients.get(name)
         if client is not None and client.num_examples != examples:
             client.num_examples = examples
@@ -1408,9 +1416,10 @@ class _Run(events.EventHandler):
         self._check_useless(max(_FEWEST_USELESS, _USELESS_EACH * clients))
 
     def _check_useless(self, fewest: int) -> None:
-        """Raise UserError if so many replies could not be used, and no other was."""
+        """Raise UserError after that many unusable replies without a usable one."""
         if self._useless >= fewest:
-            # Hides the refusal of the last reply, which may still be being handled.
+            # ``from None``: the refusal of the last reply, which may be in progress, is not the
+            # cause.
             raise UserError(
                 f"None of {plural(self._useless, 'reply', 'replies')} could be used; the last one, "
                 f"of {self._refused}"
@@ -1418,9 +1427,9 @@ class _Run(events.EventHandler):
 
     # Rounds and tests.
 
-    def look(self) -> int:
+    def process_completed(self) -> int:
         """Process completed rounds with tests on the server; return their number."""
-        self.rounds.look()
+        self.rounds.process_completed()
         self._test_centrally(self.rounds.over)
         return self.rounds.over
 

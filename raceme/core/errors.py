@@ -49,18 +49,18 @@ def shortened(text: str, most: int = 120) -> str:
 def printable(text: object, longest: int = LONGEST_LINE) -> str:
     r"""Return foreign text in printable form for logs and terminals.
 
-    One short line: line breaks are blanks, and what no terminal should get (controls, changes of
-    the writing direction, halves of characters) is written as an escape, ``\x1b``.
+    One short line: line breaks become blanks; control characters, changes of writing direction and
+    surrogates become escapes, ``\x1b``.
 
     Parameters
     ----------
     text : object
-        A text; of anything else its Python notation, of which only the beginning is looked at.
+        A text. Other objects are shown by their ``repr``, of which only the beginning is read.
     longest : int
         Maximum characters; omissions are marked by ``…``.
     """
     whole = text if isinstance(text, str) else _notation(text)
-    # Escapes only lengthen the text, so the rest cannot be shown.
+    # Escapes only lengthen the text, so the rest would be cut off anyway.
     line = plain(whole[: longest + 1]).strip()
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
@@ -94,7 +94,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONGEST_LINE
 
 
 _LONGEST_MESSAGE = 2000
-"""Maximum characters of a message; ours are shorter."""
+"""Maximum characters of a message; Raceme's own are shorter."""
 
 _Error = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
@@ -102,8 +102,8 @@ _Error = tuple[type[BaseException], BaseException, TracebackType | None] | tuple
 class PlainFormatter(logging.Formatter):
     """A `logging.Formatter` for printable messages.
 
-    Texts of devices, SuperLinks and apps reach messages in many ways, e.g. in exceptions; they must
-    neither control a terminal nor forge lines.
+    Messages contain texts of devices, SuperLinks and apps, e.g. in exceptions. Such a text must
+    neither control a terminal nor forge log lines.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
@@ -127,7 +127,7 @@ class JsonFormatter(PlainFormatter):
     Parameters
     ----------
     **fields : str
-        Fields of every line. Those of one are its attribute ``fields``, a mapping.
+        Fields of every line. A record adds its own by the attribute ``fields``, a mapping.
     """
 
     def __init__(self, **fields: str) -> None:
@@ -149,7 +149,7 @@ class JsonFormatter(PlainFormatter):
 
 
 def about(device: str, **others: object) -> dict[str, dict[str, object]]:
-    """Return the fields of a line about a device, as `extra` of a logger's method takes them."""
+    """Return the argument `extra` for a log record about a device."""
     return {"fields": {"device": device, **others}}
 
 
@@ -185,12 +185,13 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, snippet: str = "") -> None:
-        # The digest of a definition in a script or notebook (registry) says nothing to its author.
+        # Names of objects of scripts and notebooks contain a digest, which means nothing to the
+        # user.
         text = _DIGEST.sub("", plain(message))
         super().__init__(f"{text}\n{snippet}" if snippet else text)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows in the place of a traceback."""
+        """Return the lines that IPython shows instead of a traceback."""
         return [f"raceme: {self}"]
 
 
@@ -222,14 +223,14 @@ def shown_by_flower() -> Iterator[None]:
         yield
     except UserError as error:
         logger = logging.getLogger("flwr")
-        # Only the last one can end the ServerApp.
+        # Only one error, the last, ends the ServerApp: its filter replaces earlier ones.
         logger.filters = [one for one in logger.filters if not isinstance(one, _OneLine)]
         logger.addFilter(_OneLine(error))
         raise
 
 
 _MANY = 8
-"""So many names are no longer read where an error is."""
+"""Number of names from which on an error names a command that lists them instead."""
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = "") -> UserError:
@@ -244,7 +245,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     valid : Iterable[str]
         All the names that exist.
     listed_by : str
-        The command that lists them, to be named in their place where they are many.
+        The command that lists the names; the message has it instead of a long list.
     """
     names, name = sorted(valid), str(name)
     nearest = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
@@ -263,7 +264,7 @@ def check_known(kind: str, name: str, valid: Collection[str], listed_by: str = "
 
 @contextmanager
 def os_errors_as_user_errors(problem: str, end: str = ".") -> Iterator[None]:
-    """Turn an OSError into a UserError: the problem, the system's reason, and the end."""
+    """Turn an OSError into a UserError that joins `problem`, the system's reason and `end`."""
     try:
         yield
     except OSError as error:

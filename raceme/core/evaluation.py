@@ -1,4 +1,4 @@
-"""Evaluations: tests of the models of one time by clients, and packing of models."""
+"""Evaluations: clients test the models of one moment; models are packed once per version."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ log = getLogger("raceme")
 # -----------------------------------------------------------------------------
 # Packing of models, once per version for all receivers.
 #
-# Simulated clients hold their base versions in this process's memory; excess ones are moved to a
-# file.
+# Simulated clients keep the versions that they train from in this process's memory; beyond a budget
+# these are moved to a file.
 # -----------------------------------------------------------------------------
 
 
@@ -71,7 +71,7 @@ class Packer:
 
     def _has(self, cluster: int, model: Model) -> bool:
         """Return whether the record of a cluster is current."""
-        # Not in `pack`, whose references would keep the former version in memory.
+        # A separate method: local variables of `pack` would keep the former version in memory.
         packed = self._packed.get(cluster)
         return packed is not None and packed[0] is model and packed[1] == model.version
 
@@ -98,7 +98,7 @@ class Packer:
 
     def keep_only(self, models: Mapping[int, Model]) -> None:
         """Drop the records of gone clusters."""
-        # Called after every update: checks only when there are too many records.
+        # Called after every update, so records are compared only if there are too many.
         if len(self._packed) > len(models):
             for cluster in self._packed.keys() - models.keys():
                 self._drop(cluster)
@@ -140,7 +140,7 @@ def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | N
     step, unit = stated.get(names.STEP, 0), names.unit_of(stated.get(names.UNIT))
     if not isinstance(step, int) or not 0 <= step <= latest:
         raise InvalidReplyError(
-            f"it has tested on step {quoted(step)}, and its data are at {latest}"
+            f"it tested on step {quoted(step)}, although its data are at step {latest}"
         )
     metrics = next(iter(reply.content.metric_records.values()))
     return score_from(metrics, cluster, step, Measure(unit))
@@ -151,8 +151,8 @@ def score_from(
 ) -> ClientScore | None:
     """Extract accuracy and loss of a client's metrics; None if missing.
 
-    An error may be infinite, for a diverged model. A NaN accuracy, as of no samples, counts as
-    missing.
+    An error may be infinite, for a diverged model. A NaN accuracy, e.g. of a client without test
+    samples, counts as missing.
 
     Raises
     ------
@@ -205,12 +205,11 @@ def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
 
 
 # -----------------------------------------------------------------------------
-# Queries and answers of clients: at once if free of cost, else when each is idle.
+# Tests by clients: all at once if a test takes no time, else when each client is idle.
 # -----------------------------------------------------------------------------
 
 _BYTES = 1 << 28
-"""Maximum bytes of models sent at a time if all clients are queried at once with models of their
-own."""
+"""Maximum bytes of models in one batch of messages, if clients test models of their own."""
 _LAST_SECONDS = 60.0
 """Time that the last tests of a run wait for busy clients."""
 
@@ -227,9 +226,9 @@ BACKDOOR_BY_CLUSTER = MeasureSchema(
 
 
 class Evaluator:
-    """Lets clients test the models of one time, on the cells of an `Evaluation`.
+    """Lets clients test the models of one moment, on the cells of an `Evaluation`.
 
-    One on current data and one of each feature may be in progress together.
+    One evaluation on current data and one per feature may be in progress at a time.
 
     Parameters
     ----------
@@ -269,13 +268,14 @@ class Evaluator:
         self._packer, self._steps, self._config = packer, steps, config
         self._central, self._testers, self._report = central, testers, report
         self._progress = method.progress
-        # Models at the start of the evaluation, which may change before a client is idle: per
-        # feature and client, those of each cell.
+        # Models at the start of the evaluation, since they may change before a client is idle: the
+        # model of each cell, per feature and client.
         self._records: dict[str, dict[str, list[ArrayRecord]]] = {}
-        # Idle clients tested since the method last sent work, which get work first: a slow client
-        # would otherwise only test and never train.
+        # Idle clients that tested since the method last sent work. They get work before another
+        # test; otherwise a slow client would only test and never train.
         self._tested: set[str] = set()
-        # In no checkpoint: simulated tests, the only ones of backdoors, take no time.
+        # Not part of checkpoints: backdoors are tested in simulations only, where tests take no
+        # time.
         self._successes: list[tuple[int, float]] = []
 
     # Start and end.
@@ -303,7 +303,7 @@ class Evaluator:
             self._begin_tests(name, tests)
 
     def finish(self, another: bool) -> None:
-        """End with the answers of the near future, and report.
+        """Wait for the outstanding answers for a limited time, and report.
 
         Parameters
         ----------
@@ -374,7 +374,7 @@ class Evaluator:
         while evaluation.open and self._clock.now() < until:
             for reply in self._clock.wait(evaluation.open.keys(), until):
                 client = evaluation.open.pop(reply.metadata.reply_to_message_id)
-                self._take_scores(evaluation, client, reply)
+                self._process_scores(evaluation, client, reply)
         self._close(evaluation)
 
     def _close(self, evaluation: Evaluation) -> None:
@@ -443,7 +443,7 @@ class Evaluator:
                 for reply in self._grid.send_and_receive(messages):
                     client = by_node.get(reply.metadata.src_node_id)
                     if client is not None:
-                        self._take_scores(evaluation, client, reply)
+                        self._process_scores(evaluation, client, reply)
         self.close_if_over()
 
     def _push(self, evaluation: Evaluation, client: str) -> bool:
@@ -504,7 +504,7 @@ class Evaluator:
 
     # Answers.
 
-    def take_in(self, message_id: str, reply: Message, idle: Idle) -> bool:
+    def process_reply(self, message_id: str, reply: Message, idle: Idle) -> bool:
         """Process a client's answer and mark it idle; return False for other replies.
 
         Reports the evaluation after the last answer.
@@ -514,13 +514,13 @@ class Evaluator:
         if (evaluation := next(awaiting, None)) is None:
             return False
         client = evaluation.open.pop(message_id)
-        # A client that holds an invitation keeps it; no other one has a task beside a test.
+        # Only a client with an invitation may have a task during a test; it keeps the invitation.
         is_invited = self._method.scheduling.invited(client)
         works = is_invited and any(t.client == client for t in progress.in_flight.values())
         if not works and progress.fleet.clients[client].node_id is not None:
             idle.add(client)
             self._tested.add(client)
-        self._take_scores(evaluation, client, reply)
+        self._process_scores(evaluation, client, reply)
         self.close_if_over()
         return True
 
@@ -530,7 +530,7 @@ class Evaluator:
         for evaluation in self._progress.evaluations:
             evaluation.drop(client)
 
-    def _take_scores(self, evaluation: Evaluation, client: str, reply: Message) -> None:
+    def _process_scores(self, evaluation: Evaluation, client: str, reply: Message) -> None:
         """Process a client's answer; count and report an invalid one."""
         try:
             scores = self._read(evaluation, client, reply)

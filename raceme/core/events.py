@@ -51,8 +51,8 @@ class Measure:
 
     In a user's own Flower app whose clients measure neither, it is their loss.
 
-    Everything that asks which of two evaluations is the better one, or whether a target is
-    reached, asks here: of accuracies the larger one is better, of errors the smaller one.
+    Comparisons of evaluations with each other and with targets use this class: a larger accuracy is
+    better, a smaller error is better.
 
     Attributes
     ----------
@@ -164,8 +164,8 @@ LOSS_MEASURE = Measure(_LOSS)
 class _Record:
     """Base of the events: two are equal if they have the same type and values.
 
-    NaN stands for a missing number, and equals NaN. The equality that `dataclass` generates
-    depends on the version of Python there. Subclasses are dataclasses with ``eq=False``.
+    NaN stands for a missing number, and equals NaN. Subclasses are dataclasses with ``eq=False``,
+    since the generated equality treats NaN differently from one version of Python to another.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -203,7 +203,7 @@ class Verdict(StrEnum):
     """Accepted again, as the client's updates now agree with others'."""
 
     @property
-    def keeps_out(self) -> bool:
+    def is_withheld(self) -> bool:
         """Whether the update is withheld from the method."""
         return self in (Verdict.REFUSED, Verdict.EXCLUDED)
 
@@ -351,7 +351,7 @@ class UpdateApplied(_Record):
     base_version : int
         Version of the client's base model.
     staleness : int
-        Aggregations into that model since then, τ.
+        τ: changes of that model since then.
     weight : float
         Share of the update in the new model, α.
     dispatched_at : float
@@ -502,7 +502,7 @@ class TaskScore(NamedTuple):
     Attributes
     ----------
     cluster : int
-        The cluster of the model, of several that with the largest weight.
+        The cluster of the model; for several clusters, the one with the largest weight.
     accuracy : float
         Its accuracy there, or mean absolute error.
     untrained : float or None
@@ -524,7 +524,7 @@ class TasksTested(_Record):
     Attributes
     ----------
     time, updates : float, int
-        The moment of the models: when it was, and the updates applied by then.
+        Time of the models, and number of updates applied by then.
     step : int
         The completed step, the last one trained on.
     clusters : int
@@ -659,7 +659,7 @@ class MeasureSchema:
     per : str
         Keys of the column: ``"client"`` or ``"cluster"``; empty for single values.
     of : str
-        Column with the whole of which the value is a share.
+        Column with the total, if the value is to be shown as a share of it.
     summary : str
         Aggregation of a run's values to one number (or one per key): ``"last"``, ``"mean"`` or
         ``"max"``. ``"column"`` is the last value, as a key of the summary named after its column;
@@ -708,7 +708,7 @@ class MeasureSchema:
         if self.of not in ("", *self.columns):
             raise ValueError(f"{self.name} has no column {self.of}.")
         if "shares" in (self.summary, self.figure) and not self.of:
-            raise ValueError(f"{self.name}: shares need `of`, the column with the whole.")
+            raise ValueError(f"{self.name}: shares need `of`, the column with the total.")
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Check the values of an event beside the summarised one.
@@ -718,7 +718,7 @@ class MeasureSchema:
         ValueError
             The columns are others.
         UserError
-            A column is a list, or another number than the last one without `value`.
+            A column is a list; or there are several numbers and no `value`.
         """
         if set(values) != set(self.columns):
             raise ValueError(f"{self.name} has the columns {self.columns}, not {tuple(values)}.")
@@ -798,7 +798,7 @@ class Measured(_Record):
     def numbers(self) -> dict[Any, float]:
         """Return the value as numbers by client or cluster, a single one by an empty key.
 
-        With `MeasureSchema.of` they are shares of that column. None is no number, and left out.
+        With `MeasureSchema.of` they are shares of that column. None values are left out.
         """
         whole = self.values[self.schema.of] if self.schema.of else 1.0
         values = self.value if self.schema.per else {"": self.value}
@@ -806,7 +806,7 @@ class Measured(_Record):
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is one number, also of numpy's; a text of digits is none."""
+    """Return whether a value is a single number, including numpy's; text never is."""
     if isinstance(value, int | float):
         return True
     try:
@@ -840,12 +840,12 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Warned(_Record):
-    """The run warned of something that its results have to be read with.
+    """A warning that matters for the interpretation of the results.
 
     Attributes
     ----------
     text : str
-        One line; a run has it once.
+        One line; a run reports each text once.
     """
 
     time: float
@@ -1093,7 +1093,7 @@ def is_news(event: ClustersChanged) -> bool:
 
 
 def change_line(event: ClustersChanged) -> str:
-    """Describe a change of clusters in one line: with clients, where they are named."""
+    """Describe a change of clusters in one line, with the number of clients where known."""
     sizes = Counter(home(weights) for weights in event.memberships.values())
     made = ", ".join(f"{k} ({sizes[k]})" if sizes else str(k) for k in event.made)
     gone = ", ".join(map(str, event.gone))

@@ -1,11 +1,11 @@
-"""Features: what a run has besides its method, such as bounds on updates or a report of batteries.
+"""Features: additions to a run that any method may have, e.g. bounds on updates.
 
 A feature has options, which are keys of the run, a server half and, if clients take part, a client
 half. Every request and every update of a run passes the server halves of its features in the order
 of :data:`raceme.core.registry.FEATURES`, those of users last; every training message and its reply
 pass the client halves, the first of which is the outermost. A device with local differential
-privacy leaves out the client halves of users. What a feature measures are events with
-a :class:`~raceme.core.events.MeasureSchema`, as those of methods.
+privacy leaves out the client halves of users. A feature reports its measures as events with a
+:class:`~raceme.core.events.MeasureSchema`, as methods do.
 
 :class:`raceme.core.chain.Chain` runs the server halves, :func:`raceme.client_app.features` the
 client halves.
@@ -64,7 +64,7 @@ class Held:
     Attributes
     ----------
     reason : str
-        What it waits for.
+        The event that the update waits for, as the end of "all clients wait for ...".
     """
 
     reason: str
@@ -72,16 +72,16 @@ class Held:
 
 @dataclass(frozen=True)
 class StepTests:
-    """Tests of the models of one time by clients, on their data of any steps.
+    """Tests of the models of one moment by clients, on their data of any steps.
 
     Attributes
     ----------
     steps : Mapping[str, Sequence[int]]
         Steps to test on, by client.
     present : Mapping[str, int]
-        Step of the data of each of these clients by which it completes a received model.
+        Step of each client's data whose personal parts complete a received model.
     untrained : bool
-        Whether the untrained model is tested, too, on the last of a client's steps.
+        Whether clients also test the untrained model, on the last of their steps.
     """
 
     steps: Mapping[str, Sequence[int]]
@@ -146,7 +146,7 @@ class FeatureContext:
     now : Callable
         Returns the time on the grid's clock in seconds.
     step_of : Callable
-        Returns the step of a client's data now; of an empty name, the common one.
+        Returns the current step of a client's data; for an empty name, the common step.
     examples : Callable
         Returns the plausible number of examples of a client, for weighting.
     compared : Callable
@@ -164,12 +164,12 @@ class FeatureContext:
         self._method, self._progress, self.report = method, method.progress, report
         self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
         self.now, self.compared, self.base = method.now, method.compared, method.base_of
-        self.examples = method.progress.fleet.counted
+        self.examples = method.progress.fleet.plausible_examples
         self.weight = method.weight_of
         self.has_one_model, self.exchanges = method.needs.one_model, method.needs.exchange
         self.has_sums, self.is_simulated = method.needs.sums, is_simulated
         self.has_weights = method.needs.sum_weight is not None
-        self.drift, self.step_of = steps.schedule, steps.now_of
+        self.drift, self.step_of = steps.schedule, steps.current
         self.trained_steps: Mapping[str, int] = method.progress.trained_steps
 
     @property
@@ -194,7 +194,7 @@ class FeatureContext:
 
     @property
     def at_work(self) -> Collection[InFlight]:
-        """The requests that clients work on, without those whose updates are held."""
+        """Open requests, without those whose updates are held."""
         return self._progress.in_flight.values()
 
     @property
@@ -207,9 +207,9 @@ class FeatureContext:
         self.report(Measured(self.now(), self.updates, schema, values))
 
     def exclude(self, client: str) -> None:
-        """Let a client count as offline for the method, so that no other waits for it.
+        """Let a client count as offline for the method, so that no other client waits for it.
 
-        It keeps its cluster, and is still asked and tested.
+        It keeps its cluster, and still receives work and tests.
         """
         self._method.on_leave(client)
 
@@ -219,7 +219,7 @@ class FeatureContext:
 
 
 class Feature:
-    """Base class of features; every hook passes its argument on unchanged.
+    """Base class of features. By default, hooks return their argument unchanged.
 
     Parameters
     ----------
@@ -270,17 +270,17 @@ class Feature:
         return not self.switch or bool(getattr(self.options, self.switch))
 
     def resolved(self, needs: Needs) -> Mapping[str, Any]:
-        """Return values for the options that are left to the run (``auto``), by attribute."""
+        """Return values for the options that are ``auto``, by attribute."""
         return {}
 
     def check(self, needs: Needs) -> None:
-        """Check that the feature fits the configuration and the method; a UserError refuses."""
+        """Raise UserError if the feature does not fit the configuration or the method."""
 
     def check_model(self, spec: ModelSpec) -> None:
-        """Check that the feature fits the model; a UserError refuses."""
+        """Raise UserError if the feature does not fit the model."""
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
-        """Return the further work of a training message, in passes over a client's samples.
+        """Return the additional work of a training message, in passes over a client's samples.
 
         Simulated devices are charged for it.
         """
@@ -290,48 +290,48 @@ class Feature:
         """Change the settings of all training messages of a run, and add some to its tests."""
 
     def restored(self, spec: ModelSpec) -> None:
-        """Check a loaded state; a ValueError refuses the checkpoint."""
+        """Raise ValueError if a loaded state is invalid."""
 
     def observer(self, folder: Path, resumed_at: float | None) -> Observer | None:
-        """Return an observer of the run's events that writes into its folder, if any."""
+        """Return an observer of events, which may write files into the run's folder; or None."""
         return None
 
     def holds(self, client: str, context: FeatureContext) -> bool:
-        """Return whether an idle client gets no work yet, while others work."""
+        """Return whether to withhold work from an idle client while others work."""
         return False
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
-        """Return the request to send in place of a method's."""
+        """Return the request to send instead of the method's."""
         return request
 
     def on_sent(self, task: InFlight, context: FeatureContext) -> None:
         """Handle a task that was sent to a client."""
 
     def on_reply(self, content: RecordDict, context: FeatureContext) -> RecordDict:
-        """Return the content of a reply to training as it is read, before any check.
+        """Decode the content of a training reply, before any check.
 
         An :class:`~raceme.core.messages.InvalidReplyError` refuses it.
         """
         return content
 
     def on_update(self, update: Update, context: FeatureContext) -> Update | Refusal | Held:
-        """Return the update that the method receives in place of a valid one; refuse or hold it."""
+        """Return the update that the method receives, or refuse or hold it."""
         return update
 
     def pending(self, context: FeatureContext) -> Iterable[Request | Update | Refusal]:
-        """Return what becomes of held updates now; asked after every step of the loop.
+        """Return the next steps for held updates; called after every step of the loop.
 
-        A request asks the client of a held update for more, by a kind of work that the client half
-        answers; it replaces an open one. An update is released to the next feature and the method.
-        A refusal names its client.
+        A `Request` asks the client of a held update for more, by a kind of work that the client
+        half answers; it replaces an open one. An `Update` is released to the next feature and the
+        method. A `Refusal` names its client.
         """
         return ()
 
     def on_answer(self, answer: Answer, context: FeatureContext) -> None:
         """Handle the answer to a request of `pending`.
 
-        An :class:`~raceme.core.messages.InvalidReplyError` refuses the update, as a missing answer
-        does.
+        Raising :class:`~raceme.core.messages.InvalidReplyError` refuses the update. A missing
+        answer has the same effect.
         """
 
     def wake_at(self, context: FeatureContext) -> float:
@@ -347,11 +347,11 @@ class Feature:
         """Handle the end of a task, successful or not."""
 
     def ends(self, context: FeatureContext) -> str:
-        """Return why the run ends now, if it does; asked after each update."""
+        """Return a reason to end the run now, or an empty text; called after each update."""
         return ""
 
     def tests(self, context: FeatureContext, is_end: bool) -> StepTests | None:
-        """Return tests to begin now, if any; asked after each update, and at the end."""
+        """Return tests to begin now, if any; called after each update, and at the end."""
         return None
 
     def on_tested(self, tests: Evaluation, context: FeatureContext) -> None:

@@ -1,7 +1,7 @@
-"""Files of unknown origin: read with a bound, and parsed without surprises.
+"""Safe reading and parsing of files of unknown origin, and atomic writing.
 
-Reading a non-regular file could block or never end; deep nesting or numbers with a million digits
-raise unusual errors in parsers.
+Reading a non-regular file could block or never end. Deep nesting and numbers with a million digits
+raise unusual errors in parsers; here every failure is a `ReadingError`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
         tree = parse(text)
     except RecursionError:
         raise ReadingError("it is nested too deeply") from None
-    # Not only of the format's own kind: a whole number may have too many digits.
+    # Parsers raise other errors besides their own, e.g. for numbers with too many digits.
     except ValueError as error:
         raise ReadingError(shortened(one_line(error), 200)) from None
     _check_depth(tree)
@@ -130,7 +130,7 @@ def absolute(path: str | Path) -> Path:
     Raises
     ------
     UserError
-        It is longer than any path can be, or holds what no path can.
+        It is longer than any path can be, or has characters that no path can have.
     """
     text = str(path)
     try:
@@ -148,8 +148,8 @@ def absolute(path: str | Path) -> Path:
         ) from None
 
 
-def whole_path(text: object) -> str:
-    """Return a path from the root as text; of no text none.
+def absolute_text(text: object) -> str:
+    """Return an absolute path as text; an empty text stays empty.
 
     Raises
     ------
@@ -160,7 +160,7 @@ def whole_path(text: object) -> str:
 
 
 def _check_depth(tree: Any) -> None:
-    """Raise ReadingError if a tree is none that others may walk through by recursion."""
+    """Raise ReadingError if a tree is nested too deeply for recursive functions."""
     level = [tree]
     for _ in range(_DEEPEST):
         inner = [list(node.values()) if isinstance(node, dict) else node for node in level]
@@ -177,10 +177,9 @@ def _check_depth(tree: Any) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Give a temporary file beside `path`, which takes its name when the block ends well.
+    """Yield a temporary file beside `path`, which is renamed to `path` if the block succeeds.
 
-    After an error or an interruption the temporary file is removed, and what was at `path`
-    before is still there.
+    After an error or an interruption the temporary file is removed, and `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
@@ -201,27 +200,27 @@ def flush(path: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Memory: whether there is enough of it, found out before it is taken.
+# Checks of free memory before a large allocation.
 # -----------------------------------------------------------------------------
 
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def check_room(wanted: int, what: str) -> None:
-    """Find out whether something fits into the memory that is free.
+def check_memory(wanted: int, what: str) -> None:
+    """Raise UserError if an allocation exceeds the free memory.
 
     Parameters
     ----------
     wanted : int
-        How many bytes it takes.
+        Size in bytes.
     what : str
-        What takes them, as the beginning of a sentence.
+        Description, as the beginning of a sentence.
 
     Raises
     ------
     UserError
-        It does not, or is ambiguous.
+        There is not enough.
     """
     free = free_bytes()
     if wanted > free:
@@ -230,12 +229,12 @@ def check_room(wanted: int, what: str) -> None:
 
 def free_bytes() -> int:
     """Return the memory available to this process, as reported by the system."""
-    sizes = [*_of_machine(), *_of_limits()]
+    sizes = [*_machine_memory(), *_process_limits()]
     return min(sizes, default=1 << 62)
 
 
 def shown(size: int) -> str:
-    """Return a number of bytes as a person reads it."""
+    """Format a number of bytes: ``"1.5 GiB"``."""
     value = float(min(size, 10**30))
     for unit in _UNITS[:-1]:
         if value < 1024:
@@ -244,7 +243,7 @@ def shown(size: int) -> str:
     return f"{value:.3g} {_UNITS[-1]}"
 
 
-def _of_machine() -> list[int]:
+def _machine_memory() -> list[int]:
     """Return the available memory of machine and container."""
     sizes = []
     try:
@@ -252,7 +251,7 @@ def _of_machine() -> list[int]:
             if line.startswith("MemAvailable:"):
                 sizes.append(int(line.split()[1]) << 10)
     except (OSError, ValueError, IndexError):
-        # Of macOS, all that there is: better than no bound.
+        # macOS does not report free memory: the total is better than no bound.
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -264,7 +263,7 @@ def _of_machine() -> list[int]:
     return sizes
 
 
-def _of_limits() -> list[int]:
+def _process_limits() -> list[int]:
     """Return the memory left by limits of this process (`ulimit`, `--memory-limit`)."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()

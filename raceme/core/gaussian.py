@@ -1,8 +1,8 @@
 """Gaussian noise from a cipher, and the privacy that Gaussian noise gives.
 
-numpy's generators can be predicted from their output, as Mersenne Twister's state from 624 numbers:
-noise that hides something comes from a cipher. With a secret key it is as unpredictable as the key,
-with a key derived from a seed it is reproducible, for simulations.
+numpy's generators can be predicted from their output; Mersenne Twister's state, for example, from
+624 numbers. Noise for privacy therefore comes from a cipher: with a secret key it is as
+unpredictable as the key; with a key derived from a seed it is reproducible, for simulations.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _BLOCK = 1 << 16
 def gaussian_noise(key: bytes, count: int) -> NDArray[np.float64]:
     """Return standard normal numbers from the key stream of AES-256 in counter mode.
 
-    Each is half the sum of four numbers of Box and Muller's, so that the gaps between the floating-
-    point numbers of one do not show in the sum (Holohan and Braghin, 2021).
+    Each is half the sum of four normal numbers by Box and Muller's method. The sum hides the gaps
+    between the floating-point numbers that a single one can take (Holohan and Braghin, 2021).
 
     Parameters
     ----------
     key : bytes
         32 bytes; the same key gives the same numbers.
     count : int
-        How many.
+        Number of results.
     """
     stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
     found = np.empty(count)
@@ -44,7 +44,10 @@ def gaussian_noise(key: bytes, count: int) -> NDArray[np.float64]:
 
 
 def seeded_key(*parts: object) -> bytes:
-    """Return the key of reproducible noise, which hides nothing from those who know the parts."""
+    """Return a key derived from some parts, for reproducible noise in simulations.
+
+    The noise hides nothing from a reader who knows the parts.
+    """
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
@@ -56,8 +59,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     Parameters
     ----------
     mu : float
-        Sensitivity in standard deviations of the noise, above 0; of k results together √k times
-        that of one.
+        Sensitivity in standard deviations of the noise, above 0; for k results together, √k times
+        the value of one.
     delta : float
         δ, between 0 and 1.
     """

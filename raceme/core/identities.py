@@ -87,9 +87,9 @@ class Nodes(Protocol):
 class BoundToKeys:
     """Binds keys to ids by a file.
 
-    Flower's SuperLink exchanges messages with a node only by calls signed with the node's private
-    key, registered or not, and passes the public key to the server app. A device's statements do
-    not matter, so nothing can be replayed.
+    Flower's SuperLink exchanges messages with a node only in calls signed with the node's private
+    key, registered or not, and passes the public key to the server app. The check does not rely on
+    statements of the device, so there is nothing to replay.
 
     A changed file is read again at the next check of the fleet.
 
@@ -142,7 +142,7 @@ class BoundToKeys:
             )
 
     def renewed(self) -> bool:
-        """Read a changed file again; return whether it changed, or a node was missed."""
+        """Read a changed file again; return whether refused nodes should be greeted again."""
         missed, self._missed = self._missed, False
         return self._file.renewed() or missed
 
@@ -228,7 +228,7 @@ _Content = TypeVar("_Content")
 class WatchedFile(Generic[_Content]):
     """A file that is read again when it has changed.
 
-    While a changed file cannot be read, as in the middle of a write, what was read before counts.
+    While a changed file cannot be read, e.g. in the middle of a write, the former content applies.
     """
 
     def __init__(self, path: Path, read: Callable[[Path], _Content], what: str) -> None:
@@ -244,6 +244,6 @@ class WatchedFile(Generic[_Content]):
         try:
             self.content = self._read(self._path)
         except UserError as error:
-            log.warning("%s The %s known so far count.", error, self._what)
+            log.warning("%s The former %s stay in use.", error, self._what)
             return False
         return True

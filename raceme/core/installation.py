@@ -1,4 +1,4 @@
-"""Check of the installed versions against those that Raceme supports; commands that install.
+"""Check of installed versions against the supported ones; commands that install extras.
 
 The supported versions are those of ``pyproject.toml``, read from the metadata of the installation.
 """
@@ -29,7 +29,7 @@ def check_versions() -> None:
     Raises
     ------
     UserError
-        One is not, or is missing.
+        A version is not supported, or a package is missing.
     """
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
@@ -39,7 +39,7 @@ def check_versions() -> None:
     try:
         own = distribution("raceme")
     except PackageNotFoundError:
-        # A checkout that is on the path without an installation.
+        # A checkout on the path, without an installation and its metadata.
         return
     supported = SpecifierSet(own.metadata["Requires-Python"] or "")
     if not supported.contains(platform.python_version(), prereleases=True):
@@ -60,7 +60,7 @@ def check_versions() -> None:
 
 
 def install_line(extra: str) -> str:
-    """Return the command that installs an extra, from where this installation comes from."""
+    """Return the command that installs an extra from the source of this installation."""
     try:
         origin = json.loads(distribution("raceme").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:

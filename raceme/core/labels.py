@@ -1,4 +1,4 @@
-"""Labels of clients, such as their rooms, and a condition on them that decides who takes part."""
+"""Labels of clients, such as their rooms, and a condition that selects clients by label."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse_labels(text: str) -> dict[str, str]:
     Raises
     ------
     ValueError
-        It is something else, or has more than 16.
+        The text has another form, or more than 16 labels.
     """
     found = [_LABEL.fullmatch(part.strip()) for part in text.split(",")] if text.strip() else []
     labels = {match[1]: match[2].strip() for match in found if match}
@@ -67,7 +67,7 @@ def read_labels(path: Path) -> dict[str, dict[str, str]]:
 
 
 class Labels:
-    """Labels of clients: those that they state, and those of a file, which count more.
+    """Labels of clients: those in a file take precedence over those that clients state.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Labels:
     Raises
     ------
     UserError
-        The file cannot be read, or the condition is none.
+        The file cannot be read, or the condition is invalid.
     """
 
     def __init__(self, path: Path | None = None, where: str = "") -> None:
@@ -106,7 +106,7 @@ class Labels:
             check_known("client in where", wanted, clients)
 
     def of(self, client_id: str, stated: object) -> dict[str, str]:
-        """Return the labels of a client, given what it states."""
+        """Return the labels of a client, given those that it states."""
         labels: dict[str, str] = {}
         try:
             labels = parse_labels(stated) if isinstance(stated, str) else {}

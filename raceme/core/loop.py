@@ -59,7 +59,7 @@ _FLEET_CHECK_SECONDS = 5.0
 """Interval of checks of the online nodes while replies arrive."""
 _GREETING_SECONDS = 60.0
 """Time within which a new node is expected to answer its greeting."""
-_REST_SECONDS = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 60.0)
+_BACK_OFF_SECONDS = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 60.0)
 """Back-off of a client after 1, 2, … consecutive failures."""
 
 
@@ -79,8 +79,8 @@ class _Union(Collection[str]):
         return sum(map(len, self._parts))
 
 
-_EXPLAINING = 60.0
-"""Seconds for which a node is told why it is refused."""
+_REFUSAL_TTL = 60.0
+"""Seconds after which the message that tells a refused node the reason expires."""
 
 
 class Loop:
@@ -169,7 +169,7 @@ class Loop:
         num_updates : int
             Updates to apply; 0: no limit.
         nothing_missed : bool
-            Whether the grid was restored together with the method, with its open tasks.
+            Whether the grid was restored together with the method and still has the open tasks.
         """
         self._num_updates = num_updates
         method = self._method
@@ -182,7 +182,7 @@ class Loop:
             if not nothing_missed:
                 self._disconnect()
                 self._progress.checked_at = self._progress.last_online_at = self.now()
-                self._look_at_fleet()
+                self._update_fleet()
             ended_at = self._run()
         except KeyboardInterrupt:
             self._ending = Ending.INTERRUPTED, "interrupted by the user"
@@ -213,8 +213,8 @@ class Loop:
                 break
             if self._wake() and self._is_over():
                 break
-            self._hand_out()
-            if self._settle():
+            self._send_work()
+            if self._process_held():
                 continue
             if waits := self._endless_wait():
                 self._ending = waits
@@ -223,7 +223,7 @@ class Loop:
             if self._fleet.by_node:
                 progress.last_online_at = clock.now()
             if not has_replies or clock.now() >= progress.checked_at + _FLEET_CHECK_SECONDS:
-                self._look_at_fleet()
+                self._update_fleet()
                 progress.checked_at = clock.now()
                 alone_since = progress.last_online_at
                 is_alone = not self._fleet.by_node and clock.now() >= alone_since + self._ttl
@@ -233,7 +233,7 @@ class Loop:
                     self._ending = Ending.NO_CLIENTS, reason
                     return alone_since
         ended_at = clock.now()
-        # An interrupted run ends at the current time, unless its clock can be stopped.
+        # An interrupted run has no last evaluation, unless evaluations take no time.
         is_stopped = self._ending is not None and self._ending[0] is Ending.INTERRUPTED
         if self._fleet.by_node and (clock.free_evaluation or not is_stopped):
             self._evaluator.finish(progress.evaluated_at != progress.updates)
@@ -244,21 +244,22 @@ class Loop:
 
         Before the scheduler wakes, e.g. to close a window, all replies of that time count.
         """
-        replies = received = self._clock.wait(self._awaited(), self._next_moment())
+        replies = received = self._clock.wait(self._open_message_ids(), self._next_deadline())
         while replies:
             for number, reply in enumerate(replies, 1):
                 # After each of several simultaneous replies, check limits and evaluations.
-                self._take_in(reply)
+                self._process_reply(reply)
                 if self._is_over():
-                    # The grid will not return the other replies again: their tests count.
+                    # The grid does not return the other replies again; the tests among them still
+                    # count.
                     for other in replies[number:]:
-                        self._evaluator.take_in(
+                        self._evaluator.process_reply(
                             other.metadata.reply_to_message_id, other, self._idle
                         )
                     return True
             now = self.now()
             is_due = self._method.scheduling.wake_at() <= now
-            replies = self._clock.wait(self._awaited(), now) if is_due else []
+            replies = self._clock.wait(self._open_message_ids(), now) if is_due else []
         return bool(received)
 
     def _fill_result(self) -> None:
@@ -279,14 +280,17 @@ class Loop:
         self._evaluator.close_if_over()
         self._evaluator.begin_tests_of_features(is_end=False)
         if self._evaluation_is_due():
-            self._steps.look_before_test()
+            self._steps.report_before_test()
             self._evaluator.begin()
         if self._ending is None:
             # Checked before limits, which would hide the reason.
             rounds = self._method.scheduling.rounds
-            hopeless = self._method.scheduling.hopeless() or progress.uselessness()
+            hopeless = (
+                self._method.scheduling.no_progress_reason() or progress.reason_of_uselessness()
+            )
             if not hopeless and self._clock.is_virtual:
-                # A real fleet may be incomplete, and its errors be mended meanwhile.
+                # In simulations only: a real fleet may be incomplete, and errors may be corrected
+                # meanwhile.
                 hopeless = progress.common_error()
             if hopeless:
                 self._ending = Ending.USELESS_REPLIES, hopeless
@@ -299,9 +303,9 @@ class Loop:
         return self._ending is not None
 
     def _endless_wait(self) -> tuple[Ending, str] | None:
-        """Return why the held updates of all clients wait for ever, if they do.
+        """Return why all clients wait forever for held updates, if they do.
 
-        Only a grid that foresees arrivals can tell.
+        This is known only on a grid that foresees arrivals.
         """
         progress, grid = self._progress, self._grid
         works = progress.in_flight or progress.further or progress.evaluations
@@ -322,23 +326,28 @@ class Loop:
         """Return whether no client will ever train again.
 
         All clients are quiescent on their current data, no drift is ahead, and no new client will
-        join. Only a grid that foresees arrivals can tell: real devices may join and have new data
-        at any time.
+        join. This is known only on a grid that foresees arrivals: real devices may join and have
+        new data at any time.
         """
         fleet, grid, steps = self._fleet, self._grid, self._steps
-        rests = self._method.scheduling.is_quiescent
-        # Called after every update: most policies deny it for the first client.
-        if not all(rests(client, steps.now_of(client)) for client in fleet.by_node.values()):
+        is_quiescent = self._method.scheduling.is_quiescent
+        # Called after every update, but cheap: for most schedulers the first client is not
+        # quiescent.
+        if not all(
+            is_quiescent(client, steps.current(client)) for client in fleet.by_node.values()
+        ):
             return False
         if not fleet.by_node or not isinstance(grid, Foreseeing) or steps.next_time() < math.inf:
             return False
-        # Some may not have been greeted or have answered so far.
+        # Some nodes may not have been greeted, or may not have answered, so far.
         if not fleet.by_node.keys() | fleet.refused.keys() >= set(grid.get_node_ids()):
             return False
         ahead = grid.arrivals_ahead()
         # Any offline client may return.
         away = [name for name, client in fleet.clients.items() if ahead and client.node_id is None]
-        return all(ahead.values()) and all(rests(client, steps.now_of(client)) for client in away)
+        return all(ahead.values()) and all(
+            is_quiescent(client, steps.current(client)) for client in away
+        )
 
     def _evaluation_is_due(self) -> bool:
         progress = self._progress
@@ -362,7 +371,7 @@ class Loop:
         recent = self.now() < self._progress.greeted_at + _GREETING_SECONDS
         return recent and bool(self._fleet.greeted)
 
-    def _next_moment(self) -> float:
+    def _next_deadline(self) -> float:
         """Return the latest time to wait for replies."""
         now, progress = self.now(), self._progress
         moments = [
@@ -379,10 +388,10 @@ class Loop:
 
     def _wake(self) -> bool:
         """Let the scheduler act on due events; return whether there were any."""
-        now, dispatch = self.now(), self._method.scheduling
-        if dispatch.wake_at() > now:
+        now, scheduling = self.now(), self._method.scheduling
+        if scheduling.wake_at() > now:
             return False
-        late, released = dispatch.wake(now)
+        late, released = scheduling.wake(now)
         self._apply(released)
         self._give_up(late)
         return True
@@ -393,14 +402,16 @@ class Loop:
         late = [message_id for message_id, task in open_tasks if task.number in numbers]
         self._clock.forget(late)
         for message_id in late:
-            task, dispatch = self._progress.in_flight.pop(message_id), self._method.scheduling
-            self._refuse(task, dispatch.timeout_reason, rests=dispatch.backs_off_when_late)
+            task, scheduling = self._progress.in_flight.pop(message_id), self._method.scheduling
+            self._refuse(task, scheduling.timeout_reason, backs_off=scheduling.backs_off_when_late)
         held = self._progress.held.items()
         for client in [name for name, task in held if task.number in numbers]:
-            # Its update was in time: it waits for others.
-            self._refuse(self._let_go(client), self._method.scheduling.timeout_reason, rests=False)
+            # Its update arrived in time and is held.
+            self._refuse(
+                self._stop_holding(client), self._method.scheduling.timeout_reason, backs_off=False
+            )
 
-    def _awaited(self) -> Collection[str]:
+    def _open_message_ids(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
         tests = [evaluation.open for evaluation in self._progress.evaluations]
         progress = self._progress
@@ -420,7 +431,7 @@ class Loop:
             self._apply(self._method.scheduling.left(client, self.now()))
             self._method.on_leave(client)
 
-    def _look_at_fleet(self) -> None:
+    def _update_fleet(self) -> None:
         """Update the fleet: clients that joined or left; greet new nodes."""
         if isinstance(self._grid, Registering):
             for device, change in self._grid.key_changes():
@@ -428,7 +439,7 @@ class Loop:
         online = list(self._grid.get_node_ids())
         ask_again = self._identities is not None and self._identities.renewed()
         if ask_again:
-            online = self._still_bound(online)
+            online = self._without_changed_keys(online)
         arrived, left = self._fleet.changes(online, ask_again)
         for client in left:
             self._idle.remove(client)
@@ -442,7 +453,7 @@ class Loop:
                 self._fleet.greet(node, message_id)
                 self._progress.greeted_at = self.now()
 
-    def _still_bound(self, nodes: list[int]) -> list[int]:
+    def _without_changed_keys(self, nodes: list[int]) -> list[int]:
         """Leave out nodes whose keys no longer match their clients.
 
         They are greeted again at the next check, and refused.
@@ -467,13 +478,13 @@ class Loop:
         for message_id in lost:
             self._refuse(self._progress.in_flight.pop(message_id), reason, is_away=True)
         if client in self._progress.held:
-            self._refuse(self._let_go(client), reason, is_away=True)
+            self._refuse(self._stop_holding(client), reason, is_away=True)
 
-    def _explain(self, node_id: int, reason: str) -> None:
-        """Tell a refused node why, for the log of its device; its answer is not looked at."""
+    def _send_refusal(self, node_id: int, reason: str) -> None:
+        """Send a refused node the reason, for the log of its device; its answer is ignored."""
         if not self._clock.is_virtual:
             content = RecordDict({names.CONFIG: ConfigRecord({names.REASON: reason})})
-            message = Message(content, node_id, names.REFUSED, ttl=min(self._ttl, _EXPLAINING))
+            message = Message(content, node_id, names.REFUSED, ttl=min(self._ttl, _REFUSAL_TTL))
             push(self._grid, self._clock, message)
 
     def _introduce(self, node_id: int, reply: Message) -> None:
@@ -483,24 +494,26 @@ class Loop:
             introduced = self._fleet.introduce(node_id, reply, self._identities, self._plan.labels)
         except ForeignIdError as error:
             self._observe(error.report(now, node_id))
-            self._explain(node_id, str(error))
+            self._send_refusal(node_id, str(error))
             return
         if isinstance(introduced, str):
             name = f"node {node_id}"
             log.warning("A client is refused: %s", introduced, extra=about(name))
             self._observe(events.UpdateRejected(now, name, introduced, now))
-            self._explain(node_id, introduced)
+            self._send_refusal(node_id, introduced)
             return
         if introduced is None:
             assert self._plan.labels is not None
-            self._explain(node_id, f"the run takes clients with {self._plan.labels.where} only")
+            self._send_refusal(
+                node_id, f"the run takes clients with {self._plan.labels.where} only"
+            )
             return
         client, returned = introduced
         name = client.client_id
         self._method.scheduling.joined(name)
         # A new client has no open tasks.
         if returned:
-            # It was away: its work is lost or too late.
+            # It was offline: its work is lost, or would be too late.
             self._drop_tasks(name, "the client went offline with it")
         # Leaving and returning does not shorten a back-off.
         client.ready_at = max(client.ready_at, now) if client.failures else now
@@ -520,25 +533,25 @@ class Loop:
 
     # Sending work.
 
-    def _hand_out(self) -> None:
+    def _send_work(self) -> None:
         """Send open evaluations, then the method's work.
 
         A client just tested is offered to the method before another test.
         """
-        self._steps.look()
+        self._steps.report_common()
         self._evaluator.ask(self._idle)
         places = self._free_places()
         if places is not None and places <= 0:
             return
         rng, greeting = self._method.rng, self._greeting_is_open()
-        moment = SelectionContext(self.now(), self._fleet, self._idle, rng, greeting, places)
-        wanted = list(self._method.requests(moment))
+        context = SelectionContext(self.now(), self._fleet, self._idle, rng, greeting, places)
+        wanted = list(self._method.requests(context))
         progress = self._progress
         is_alone = not progress.in_flight and not progress.further
         if not wanted and is_alone and self._idle.holds is not None:
-            # Held clients wait for others that work: there are none.
+            # Features withhold work from clients only while others work; none does.
             holds, self._idle.holds = self._idle.holds, self._method.features.holds_for_good
-            wanted = list(self._method.requests(moment))
+            wanted = list(self._method.requests(context))
             self._idle.holds = holds
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
@@ -650,15 +663,15 @@ class Loop:
 
     # Receiving replies.
 
-    def _take_in(self, reply: Message) -> None:
+    def _process_reply(self, reply: Message) -> None:
         """Process a reply to work, a greeting or an evaluation."""
         message_id = reply.metadata.reply_to_message_id
         if (task := self._progress.in_flight.pop(message_id, None)) is None:
             if (node := self._fleet.open_greetings.get(message_id)) is not None:
                 self._introduce(node, reply)
             elif (asked := self._progress.further.pop(message_id, None)) is not None:
-                self._take_further(asked, reply)
-            elif not self._evaluator.take_in(message_id, reply, self._idle):
+                self._process_further_answer(asked, reply)
+            elif not self._evaluator.process_reply(message_id, reply, self._idle):
                 self._ignore(reply)
             return
         try:
@@ -686,18 +699,18 @@ class Loop:
         else:
             self._accept(update)
 
-    def _settle(self) -> bool:
-        """Ask further, release or refuse what features hold; return whether any task has ended."""
+    def _process_held(self) -> bool:
+        """Send requests for held updates, release or refuse them; return whether any task ended."""
         features, has_ended = self._method.features, False
         for feature, item in features.pending():
             client = item.task.client if isinstance(item, Update) else item.client
             if client not in self._progress.held:
-                # What was done for another one has ended its task.
+                # An earlier step of this loop has ended its task.
                 continue
             if isinstance(item, Request):
-                self._ask_further(item)
+                self._send_further_request(item)
                 continue
-            has_ended, task = True, self._let_go(client)
+            has_ended, task = True, self._stop_holding(client)
             try:
                 if isinstance(item, Refusal):
                     raise InvalidReplyError(item.reason)
@@ -706,25 +719,25 @@ class Loop:
                 self._refuse(task, str(error))
         return has_ended
 
-    def _let_go(self, client: str) -> InFlight:
-        """Return the task of a client's held update, which is held no more."""
-        self._forget_further(client)
+    def _stop_holding(self, client: str) -> InFlight:
+        """Stop holding a client's update, and return its task."""
+        self._drop_further_request(client)
         return self._progress.held.pop(client)
 
-    def _forget_further(self, client: str) -> None:
-        """Expect no answer to an open request for a client's held update."""
+    def _drop_further_request(self, client: str) -> None:
+        """Drop an open request for a client's held update; a late answer is ignored."""
         open_requests = self._progress.further
         former = [number for number, task in open_requests.items() if task.client == client]
         self._clock.forget(former)
         for message_id in former:
             del open_requests[message_id]
 
-    def _ask_further(self, work: Request) -> None:
+    def _send_further_request(self, work: Request) -> None:
         """Send a feature's request to the client of an update that it holds."""
         held, node_id = self._progress.held[work.client], self._fleet.clients[work.client].node_id
-        self._forget_further(work.client)
+        self._drop_further_request(work.client)
         if node_id is None:
-            self._refuse(self._let_go(work.client), "the client went offline", is_away=True)
+            self._refuse(self._stop_holding(work.client), "the client went offline", is_away=True)
             return
         size = sum(record.count_bytes() for record in work.arrays.values())
         phase = work.phase or work.kind
@@ -738,16 +751,16 @@ class Loop:
         if message_id := push(self._grid, self._clock, message):
             self._progress.further[message_id] = task
         else:
-            self._refuse(self._let_go(work.client), "the message could not be sent")
+            self._refuse(self._stop_holding(work.client), "the message could not be sent")
 
-    def _take_further(self, asked: InFlight, reply: Message) -> None:
+    def _process_further_answer(self, asked: InFlight, reply: Message) -> None:
         """Pass the answer to a feature's further request on; without one, refuse the update."""
         try:
             answer = read_reply(reply, asked, self._method.spec, self.now())
             assert isinstance(answer, Answer), "no further request is for training"
             self._method.features.answer(answer)
         except InvalidReplyError as error:
-            self._refuse(self._let_go(asked.client), str(error), is_away=error.is_away)
+            self._refuse(self._stop_holding(asked.client), str(error), is_away=error.is_away)
             return
         down, up = self._traffic(answer)
         phase = asked.phase
@@ -771,7 +784,7 @@ class Loop:
         progress.rejected_in_a_row.clear()
         self._fleet.clients[task.client].failures = 0
         self._apply(released)
-        self._free(task.client)
+        self._mark_idle(task.client)
 
     def _answered(self, answer: Answer) -> None:
         """Pass an answer to work other than training to the method."""
@@ -785,7 +798,7 @@ class Loop:
         )
         self._method.close_task(task)
         self._apply(self._method.scheduling.lost(task, now))
-        self._free(task.client)
+        self._mark_idle(task.client)
 
     def _traffic(self, reply: Update | Answer) -> tuple[int, int]:
         """Return the bytes down and up of a reply; 0 if models do not travel."""
@@ -800,7 +813,7 @@ class Loop:
         if not updates:
             return
         progress, counters = self._progress, self._method.spec.counters
-        updates = [self._weighed(update) for update in updates]
+        updates = [self._with_plausible_examples(update) for update in updates]
         self._held = []
         try:
             outcomes = self._method.applied(updates)
@@ -860,13 +873,13 @@ class Loop:
             cpu_seconds=update.cpu_seconds,
         )
 
-    def _weighed(self, update: Update) -> Update:
-        """Limit the examples of a client relative to the others'."""
-        counted = self._fleet.counted(update.task.client, update.num_examples)
+    def _with_plausible_examples(self, update: Update) -> Update:
+        """Limit an update's number of examples to a plausible value."""
+        counted = self._fleet.plausible_examples(update.task.client, update.num_examples)
         return update if counted == update.num_examples else replace(update, num_examples=counted)
 
     def _refuse(
-        self, task: InFlight, reason: str, rests: bool = True, is_away: bool = False
+        self, task: InFlight, reason: str, backs_off: bool = True, is_away: bool = False
     ) -> None:
         """Count and report an unusable reply; its client backs off longer each time."""
         self._method.close_task(task)
@@ -878,14 +891,16 @@ class Loop:
         extra = about(task.client, cluster=task.cluster, request=task.number)
         log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason, extra=extra)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
-        if is_away or rests:
-            client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
-        if rests and not is_away:
+        if is_away or backs_off:
+            client.ready_at = (
+                now + _BACK_OFF_SECONDS[min(client.failures, len(_BACK_OFF_SECONDS) - 1)]
+            )
+        if backs_off and not is_away:
             client.failures += 1
-        self._free(task.client)
+        self._mark_idle(task.client)
         self._apply(self._method.scheduling.lost(task, now))
 
-    def _free(self, client: str) -> None:
+    def _mark_idle(self, client: str) -> None:
         """Mark an online client as idle."""
         if self._fleet.clients[client].node_id is not None:
             self._idle.add(client)

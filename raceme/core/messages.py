@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 #
 # Devices are untrusted. Their statements appear in logs, terminals, the store and pages, which they
 # must not control (escape sequences, text that runs backwards, forged lines), fill (megabytes of
-# text) or upset (numbers whose sums overflow). Everything that takes words or numbers out of a
-# reply does it with the functions of this module; what a SuperLink tells a device goes through
-# :func:`~raceme.core.errors.printable` too.
+# text) or upset (numbers whose sums overflow). Words and numbers of replies are therefore read by
+# the functions of this module only. Texts that a SuperLink sends to a device go through
+# :func:`~raceme.core.errors.printable`, too.
 # -----------------------------------------------------------------------------
 
 
@@ -81,7 +81,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def error_line(reply: Message) -> str:
-    """Return the first line of a client's error; of one on Ray the last, which has the cause."""
+    """Return the first line of a client's error; on Ray the last line, which has the cause."""
     reason = reply.error.reason or ""
     if "RayTaskError" in reason[:LONGEST_LINE]:
         text = _ESCAPES.sub("", reason[-10 * LONGEST_LINE :]).strip().removesuffix("'>")
@@ -102,7 +102,7 @@ def name_of(stated: object) -> str | None:
 
 
 def reason_of(message: Message) -> str:
-    """Return why the server refuses a node, as it says in a message of type `REFUSED`."""
+    """Return the reason in a message of type `REFUSED`, by which the server refuses a node."""
     stated = message.content.get(CONFIG) if message.has_content() else None
     return printable(stated[REASON]) if stated and REASON in stated else "no reason given"
 
@@ -234,9 +234,9 @@ KIND = "kind"
 """A message's request to a client. By default given by the message's Flower type."""
 TRAIN = "train"
 TRAIN_BEST = "train-best"
-"""Of several models, train the one with the least loss on the training samples."""
+"""Kind of work: train the model with the least loss on the training samples, among several."""
 TRAIN_SKETCH = "train-sketch"
-"""Train, and return only a noisy sketch of the model's direction."""
+"""Kind of work: train as a probe, and return only a noisy sketch of the model's direction."""
 LOSSES = "losses"
 """The loss of every sample under each of several models: kind of work, and its answer, float32,
 shape (models, samples)."""
@@ -251,13 +251,13 @@ float64 per test, NaN for steps without data."""
 TESTED_STEPS = "tested-steps"
 """The step of each test."""
 TESTED_MODELS = "tested-models"
-"""Index of the received model of each test."""
+"""Index of the received model that each test uses."""
 UNTRAINED = "untrained"
-"""Whether the last test is of the untrained model, to which a client adds nothing of its own."""
+"""Whether the last test is of the untrained model, without a client's personal parts."""
 USE = "use"
-"""Write a model to the file of the device's application; without a model, say what is there."""
+"""Write a model to the file of the device's application; without a model, report the file."""
 USES = "uses"
-"""Whether the device has such a file, and what is in it:"""
+"""Whether the device has such a file, and its content:"""
 USED_RUN, USED_CLUSTER, USED_VERSION = "used-run", "used-cluster", "used-version"
 MODEL_FILE = "model-file"
 """The path of the file, in a device's own configuration."""
@@ -297,7 +297,7 @@ EVALUATE = "evaluate"
 DESCRIBE = "describe"
 """The client's id and the size of its data: the greeting of every client."""
 REFUSED = "query.refused"
-"""Type of the message that tells a node why it gets no work."""
+"""Type of the message that tells a node the reason why it gets no work."""
 REASON = "reason"
 """Why, in words."""
 ON = "on"
@@ -331,8 +331,8 @@ UNIT = "unit"
 """Unit of the mean absolute error that a client measured instead of an accuracy."""
 LOSS = "loss"
 BACKDOOR_SUCCESS = "backdoor-success"
-"""Asks simulated clients for the share of their triggered test samples that a tested model takes
-for an attacker's class; honest ones answer with it, if they have such samples."""
+"""Asks simulated clients for the share of their triggered test samples that the model classifies as
+the attacker's target. Honest clients with such samples answer."""
 SCORED = "scored"
 """Asks a client to test its upload and the model returned for its last upload, and to state its
 sample passes."""
@@ -341,8 +341,8 @@ FORMER_STEP = "former-step"
 ACCURACY_BEFORE = "accuracy-before"
 """Accuracy of an uploaded model on the test data of its step."""
 ACCURACY_AFTER = "accuracy-after"
-"""Accuracy of the received model on the test data of the former step: what the client got for its
-last upload."""
+"""Accuracy of the received model on the test data of the former step, which measures the model that
+the client received in return for its last upload."""
 SAMPLE_PASSES = "sample-passes"
 """Passes of single samples through the network that an answer took: forward 1, backward 2."""
 MIXTURE = "mixture"
@@ -354,10 +354,10 @@ LOCAL_STEPS = "local-steps"
 HALF = "half"
 """0 or 1: train on every other sample, from the first or from the second, classes balanced."""
 SKETCH = "sketch"
-"""Training of which the server only needs a sketch of so many numbers of the change, which the
-client may make; and the name of the numbers."""
+"""Setting of training for which the server needs a sketch of the change only, which the client may
+make: the size of the sketch. Also the name of the sketch in the reply."""
 SKETCH_NOISE = "sketch-noise"
-"""Standard deviation of the noise that the client adds to each number of a sketch of length 1."""
+"""Setting: standard deviation of the noise on each number of a sketch, whose length is 1."""
 PROXIMAL_MU = "proximal-mu"
 LR_SCALE = "lr-scale"
 """Share of the learning rate that is left."""
@@ -366,8 +366,8 @@ DROPOUT = "dropout"
 COMPUTE_SCALE = "compute-scale"
 """Share of a full local round's computation that a task asks for; only the simulator reads it."""
 TASK_SHARE = "task-share"
-"""Share of an ordinary task's mini-batches that a task has: the simulator charges so much of what a
-device needs for a task of any size, beside what it needs for each sample."""
+"""A task's mini-batches as a share of an ordinary task's. The simulator charges this share of the
+time that a device needs for a task of any size, besides the time per sample."""
 BYTES_UP = "bytes-up"
 """Size of the answer to work other than training, if not small; only the simulator reads it."""
 REPORT_TIMING = "report-timing"
@@ -376,7 +376,7 @@ STARTED_AT = "started-at"
 FINISHED_AT = "finished-at"
 """Seconds since 1970 on the clock of the client's machine."""
 INVITATION = "invitation"
-"""Says that a client may begin the work when it wishes; one without wishes begins at once."""
+"""Setting of an invitation: the client may begin the work when it chooses; by default at once."""
 ROUND = "server-round"
 """Flower's own number of a round, in the messages of round-based strategies."""
 
@@ -514,7 +514,7 @@ class ModelSpec:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs by the last weights: that of classes, or 1 for a quantity."""
+        """Number of outputs, from the last weights: that of the classes, or 1 for a regression."""
         arrays = zip(self.shapes, self.roles, strict=True)
         *_, last = [shape for shape, role in arrays if role is Role.TRAINABLE] or [()]
         return next(iter(last), 1)
@@ -660,7 +660,8 @@ class _Place(NamedTuple):
             It is unreadable, or has another shape or kind of numbers.
         """
         data, kinds = array.data, "b" if self.dtype.kind == "b" else "fiu"
-        # Headers are parsed only if they are not as expected, which takes longer than the copy.
+        # Headers are parsed only if they differ from the expected ones: parsing is slower than the
+        # copy.
         is_expected = len(data) == self.length and data[: len(self.header)] == self.header
         if is_expected and self.dtype.kind in kinds:
             return np.frombuffer(data, self.dtype, offset=len(self.header))

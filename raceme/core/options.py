@@ -1,14 +1,14 @@
-"""Typed options: a default, a meaning, a unit and a range, declared where they are read.
+"""Typed options: default, meaning, unit and range, declared beside the code that reads them.
 
-What reads options declares a frozen dataclass of them beside itself::
+A reader of options declares them as a frozen dataclass beside itself::
 
     @dataclass(frozen=True)
     class SyntheticOptions:
         synthetic_alpha: float = option(1.0, "how far the clients' models differ", low=0)
 
-The field ``synthetic_alpha`` is the key ``synthetic-alpha`` wherever a person writes it: on the
-command line, in a TOML file, in Flower's run config. :mod:`raceme.core.config` reads the keys of a
-run into these dataclasses; nothing else lists them.
+The field ``synthetic_alpha`` is the key ``synthetic-alpha`` on the command line, in TOML files and
+in Flower's run config. :mod:`raceme.core.config` reads the keys of a run into these dataclasses;
+there is no other list of keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BOUNDS = {
     "high": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-"""Rules of numbers, in words and as comparisons with the bound."""
+"""Bounds of numbers: words for messages, and the comparison."""
 _UNITS = {SECONDS: "SECONDS", "px": "PIXELS"}
 """Units in words, as they stand in the help of a command."""
 
@@ -60,13 +60,13 @@ class Key(NamedTuple):
     Attributes
     ----------
     default : Value
-        As a person writes it.
+        As written in a file or on the command line.
     help : str
         One line on its meaning, as ``raceme list --keys`` shows it.
     type, unit : str
-        As shown to a person; the unit may be empty.
+        As shown in help texts; the unit may be empty.
     readers : Mapping[str, tuple[str, ...]]
-        The names of what reads it, by kind; empty for a key that every run has.
+        Names of the objects that read it, by kind; empty for a key of every run.
     item : Field
         Dataclass field that declares the key, its type and its range.
     """
@@ -112,19 +112,19 @@ def option(
     among : tuple[str, ...]
         The allowed values of a text.
     names : Registry, optional
-        Of general options only: the value is a name in this table, and what has that name reads
-        options of its own.
+        General options only: the value is a name in this table, whose object reads options of its
+        own.
     several : bool
         With `names`: the value has any number of them, separated by commas.
     unless : tuple[str, str], optional
-        Of general options only: another one that is a name, and an attribute of what has that
-        name: where it is true, this option is not read.
+        General options only: another option whose value is a name, and an attribute of the named
+        object. If the attribute is true, this option is not read.
     path : bool
         The value is a path, which a run makes absolute.
     formerly : str
-        The attribute's name in the release before, which is still accepted, with a warning.
+        The attribute's name in the previous release, which is still accepted, with a warning.
     affects_results : bool
-        Of general options only: whether a resumed or compared run needs the same value.
+        General options only: whether a resumed or compared run needs the same value.
     """
     rules = {"low": low, "above": above, "high": high, "below": below, "among": among}
     about = {"help": help, "unit": unit, "names": names, "unless": unless, "path": path}
@@ -180,7 +180,7 @@ _FIRST = (
     "parameters : dataclass, default None",
     "    hyper-parameters given together; single ones below take precedence.",
     "seed : int, default 0",
-    "    decides whatever the method leaves to chance.",
+    "    seed of the method's random choices.",
 )
 
 
@@ -192,7 +192,7 @@ def documented(summary: str, source: str, *options_types: type[Any]) -> str:
     summary : str
         The docstring without them, cleaned of its indentation.
     source : str
-        Where the method is from, for the notes: a paper.
+        Source of the method, e.g. a paper, for the section of notes.
     *options_types : type
         Dataclasses of options.
     """
@@ -212,12 +212,12 @@ def documented(summary: str, source: str, *options_types: type[Any]) -> str:
 
 
 def key_of(attribute: str) -> str:
-    """Return how a person writes the name of an option."""
+    """Return the key of an option: ``synthetic-alpha`` for ``synthetic_alpha``."""
     return attribute.replace("_", "-")
 
 
 def as_typed(value: Value) -> str:
-    """Return a value as a person types it."""
+    """Return a value as typed on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -227,7 +227,7 @@ def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]
     Raises
     ------
     UserError
-        It is no dataclass, or an option has no default or one of another type.
+        It is no dataclass, or an option lacks a default or has one of an unsupported type.
     """
     if not (isinstance(options_type, type) and is_dataclass(options_type)):
         raise UserError(f"Options must be a dataclass, got {_shown(options_type)}.")
@@ -277,7 +277,7 @@ def present_names(given: Mapping[str, Any], options: Mapping[str, Field[Any]]) -
 
 @cache
 def _warn_of_former_name(former: str, present: str) -> None:
-    """Warn once that a name will not be accepted much longer."""
+    """Warn once that the next release drops a name."""
     log.warning("%s is called %s now; the next release drops the former name.", former, present)
 
 
@@ -287,7 +287,7 @@ def is_path(item: Field[Any]) -> bool:
 
 
 def written(value: Value | None) -> Value:
-    """Return the value of an option as a person writes it."""
+    """Return the value of an option as written in a file."""
     return AUTO if value is None else value
 
 
@@ -350,7 +350,7 @@ def shown_type(item: Field[Any], with_unit: bool = False) -> str:
     item : Field
         The declaration of the option.
     with_unit : bool
-        Name the unit instead of the type, where there is one.
+        Whether to name the unit, if any, instead of the type.
     """
     wanted, optional = _annotation(item)
     shown = "|".join(item.metadata.get("among", ())) or _TYPES.get(wanted, "TEXT")
@@ -397,7 +397,7 @@ def _whole_number(value: str | float) -> int | None:
     if isinstance(value, int):
         return value
     if isinstance(value, str):
-        # Not through float where it need not be: a large seed would lose digits.
+        # Not converted through float if possible: a large seed would lose digits.
         with suppress(ValueError):
             return int(value)
         with suppress(ValueError):  # "1e3"
@@ -406,17 +406,17 @@ def _whole_number(value: str | float) -> int | None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for an error message, shortened if it is long."""
+    """Return a value as shown in an error message, shortened if it is long."""
     try:
         text = repr(value)
-    # A whole number of too many digits to be written.
+    # Python refuses to write a whole number with too many digits.
     except (ValueError, RecursionError):
         return f"a {type(value).__name__}"
     return shortened(text, 80)
 
 
 def _is_writable(text: str) -> bool:
-    """Return whether a text is in UTF-8, and none that a file's name cannot have."""
+    """Return whether a text can be encoded in UTF-8 and has no null character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -425,6 +425,6 @@ def _is_writable(text: str) -> bool:
 
 
 def listed(names: tuple[str, ...]) -> str:
-    """Return names as a sentence lists them."""
+    """Return names as a list in a sentence."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

@@ -12,7 +12,7 @@ from typing import Protocol
 from zlib import crc32
 
 from raceme.core import events
-from raceme.core.clients import Client, Fleet, largest_believed
+from raceme.core.clients import Client, Fleet, largest_plausible_size
 from raceme.core.events import ACCURACY, Evaluated, Measure
 from raceme.core.labels import Labels
 from raceme.core.limits import Limits
@@ -29,13 +29,13 @@ def never_stop() -> str:
 
 
 # -----------------------------------------------------------------------------
-# Evaluations: the models of one time, tested on cells (client × step of its data).
+# Evaluations: the models of one moment, tested on cells (client × step of its data).
 #
-# An ordinary evaluation has one cell for each client that is online, of its present data. Those of
-# features have cells of any steps.
+# An ordinary evaluation has one cell per online client, for its present data. Evaluations of
+# features may have cells for any steps.
 #
-# Where testing costs no time all clients answer at once. On real devices each client tests when it
-# is next free, before it trains again; the report says how many have answered.
+# If tests take no time, all clients answer at once. On real devices each client tests when it is
+# next idle, before it trains again; the report states how many have answered.
 # -----------------------------------------------------------------------------
 
 PRESENT = -1
@@ -51,7 +51,8 @@ class ClientScore:
     Attributes
     ----------
     cluster : int
-        Cluster of the model, of several the one with the largest weight; `UNTRAINED` for none.
+        Cluster of the model; for several clusters, the one with the largest weight; `UNTRAINED` for
+        the untrained model.
     accuracy, loss : float
         Accuracy (or mean absolute error) and loss on the client's test data; NaN if it could not
         test.
@@ -126,7 +127,7 @@ class Evaluation:
         return measure, {name: of for name, of in self.scores.items() if of[0].measure == measure}
 
     def report(self) -> Evaluated:
-        """Make the report of an ordinary evaluation with answers."""
+        """Return the report of an ordinary evaluation that has answers."""
         measure, alike = self.alike()
         by_client = {name: of[0] for name, of in alike.items()}
         scores = by_client.values()
@@ -154,7 +155,7 @@ def weighted_accuracy(scores: Collection[ClientScore]) -> float:
     """
     if any(not score.examples for score in scores):
         return math.nan
-    limit = largest_believed(sorted(score.examples for score in scores))
+    limit = largest_plausible_size(sorted(score.examples for score in scores))
     counted = [(score.accuracy, min(score.examples, limit)) for score in scores]
     total = sum(examples for _, examples in counted)
     return math.fsum(accuracy * examples for accuracy, examples in counted) / total
@@ -166,7 +167,7 @@ def weighted_accuracy(scores: Collection[ClientScore]) -> float:
 
 
 _SAME_ERRORS = 3
-"""Errors of each client after which one that all raise ends a simulation."""
+"""Errors of each client after which a simulation ends, if all clients raise the same error."""
 
 
 @dataclass
@@ -176,7 +177,7 @@ class Progress:
     Attributes
     ----------
     updates, weightless, tasks, rejected : int
-        Numbers of applied updates, of those of them that changed no model, of sent tasks, and of
+        Numbers of applied updates, of applied updates that changed no model, of sent tasks, and of
         refused replies.
     rejected_in_a_row : dict[str, int]
         Refused replies per client since the last valid one of any client.
@@ -199,7 +200,7 @@ class Progress:
     held : dict[str, InFlight]
         Open tasks whose updates a feature holds, by client.
     held_for : str
-        What the last held update waits for.
+        Reason why the last held update waits; see `Held`.
     further : dict[str, InFlight]
         Requests for held updates, by message id.
     idle : dict[str, bool]
@@ -258,7 +259,7 @@ class Progress:
         self.weightless += not weight
         self.uploads[client] = self.uploads.get(client, 0) + 1
 
-    def uselessness(self) -> str:
+    def reason_of_uselessness(self) -> str:
         """Return the reason if the run is useless (only unusable replies), else an empty text.
 
         Each client's replies count up to an equal share, and more than half of the shares must be
@@ -277,7 +278,7 @@ class Progress:
     def common_error(self) -> str:
         """Return the reason if all clients only raise the same error, else an empty text.
 
-        That is an error of the code or the data of all, which further tries would repeat.
+        Such an error lies in common code or data, and further attempts would repeat it.
         """
         if self.updates or not self.raised:
             return ""
@@ -382,14 +383,14 @@ class Plan(Limits):
         return ""
 
     def places(self, online: int) -> int | None:
-        """Return how many of the online clients train at a time; None for all."""
+        """Return the number of online clients that train at a time; None for all."""
         return self.concurrency or None
 
     def testers(self, online: Sequence[Client]) -> Sequence[Client]:
         """Return the online clients that test the models.
 
-        Of many, those whose ids have the smallest checksums: a random but stable sample, which
-        makes evaluations comparable under churn.
+        A limited number are those whose ids have the smallest checksums: a random but stable
+        sample, which makes evaluations comparable under churn.
         """
         if not self.eval_clients or len(online) <= self.eval_clients:
             return online
@@ -454,7 +455,7 @@ class Steps:
         self.schedule, self._progress = schedule, progress
         self._now, self._rounds, self._observe = now, rounds, observe
 
-    def look(self) -> None:
+    def report_common(self) -> None:
         """Report a common drift, if any."""
         schedule, progress = self.schedule, self._progress
         if schedule is None or schedule.per_client:
@@ -468,14 +469,14 @@ class Steps:
         """Return the next time of a drift; infinity if none."""
         return math.inf if self.schedule is None else self.schedule.next_time(self._now())
 
-    def look_before_test(self) -> None:
-        """Report a drift that applies before a test.
+    def report_before_test(self) -> None:
+        """Report a common drift before a test, unless steps follow rounds.
 
         A round's models are tested on that round's data: with steps in rounds, data change when
         work is sent next.
         """
         if self.schedule is not None and not self.schedule.in_rounds:
-            self.look()
+            self.report_common()
 
     def is_untested(self, wanted: bool) -> bool:
         """Return whether a common drift has not been tested so far.
@@ -486,7 +487,7 @@ class Steps:
             Whether to test at once.
         """
         if wanted:
-            self.look()
+            self.report_common()
         return wanted and self._progress.step != self._progress.evaluated_step
 
     def _step(self, schedule: StepSchedule, client: str) -> int:
@@ -494,8 +495,8 @@ class Steps:
         uploads = self._progress.uploads.get(client, 0)
         return schedule.step(self._now(), self._progress.updates, uploads, self._rounds())
 
-    def now_of(self, client: str) -> int:
-        """Return the step of a client's data now, whether reported or not; 0 if they never move."""
+    def current(self, client: str) -> int:
+        """Return the step of a client's data now without a report; 0 if data never change."""
         return 0 if self.schedule is None else self._step(self.schedule, client)
 
     def tested(self, client: str) -> int | None:
@@ -505,11 +506,11 @@ class Steps:
         return self.of(client)
 
     def of(self, client: str) -> int | None:
-        """Return the step of a client's data now; None if data never change."""
+        """Return the step of a client's data now, reporting a change; None if data never change."""
         schedule, progress = self.schedule, self._progress
         if schedule is None:
             return None
-        self.look()
+        self.report_common()
         step = self._step(schedule, client)
         if schedule.per_client and step != progress.steps.get(client, 0):
             progress.steps[client] = step

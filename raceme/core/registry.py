@@ -88,8 +88,8 @@ def explained(error: Exception) -> Exception:
     where = users_line(error)
     if where and not isinstance(error, UserError):
         return UserError(
-            f"{_said(error)} ({where}). Correct it there; error.txt in the run's folder, if there "
-            "is one, has the traceback."
+            f"{_error_summary(error)} ({where}). Correct it there; if the "
+            "run's folder has a file error.txt, it contains the traceback."
         )
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     for packages, extra in ((EXPORT, "export"), (PRIVACY, "privacy")):
@@ -146,6 +146,8 @@ class Registry(Mapping[str, Any]):
         Attribute with the dataclass of the object's options.
     prefixed : bool
         Whether keys of options are prefixed with the object's name: ``casa.gamma``.
+    own_options : bool
+        Whether Raceme's own objects may have options. Without, they are not imported to ask.
     """
 
     def __init__(
@@ -158,10 +160,11 @@ class Registry(Mapping[str, Any]):
         fits: Callable[[Any], bool] = callable,
         declares: str = "options_type",
         prefixed: bool = False,
+        own_options: bool = True,
     ) -> None:
         self.kind, self.group, self.prefixed = kind, group, prefixed
         self._targets, self._expected = dict(targets), expected
-        self._fits, self._declares = fits, declares
+        self._fits, self._declares, self._own_options = fits, declares, own_options
 
     def __getitem__(self, name: str) -> Any:
         """Return the object of a name.
@@ -186,7 +189,7 @@ class Registry(Mapping[str, Any]):
         return len(self._targets) + len(self._installed)
 
     def __eq__(self, other: object) -> bool:
-        # By identity: comparing as mappings would import all objects.
+        # Compared by identity: a comparison as mappings would import all objects.
         return self is other
 
     def __hash__(self) -> int:
@@ -219,7 +222,7 @@ class Registry(Mapping[str, Any]):
         Raises
         ------
         UserError
-            It does not, or is ambiguous.
+            The name does not exist, or is ambiguous.
         """
         # Read even for built-in names, which an installed package may claim too.
         names = [*self]
@@ -229,8 +232,8 @@ class Registry(Mapping[str, Any]):
     def name_of(self, chosen: str | Any) -> str:
         """Return the name of an object in configurations; names are unchanged.
 
-        Those of a list are separated by commas. An object of a script, a notebook or a function is
-        called ``main-DIGEST:Name``; it is pickled for the worker processes of this one: see
+        The names of a list are separated by commas. An object defined in a script, a notebook or a
+        function is called ``main-DIGEST:Name``, and is pickled for the worker processes; see
         :func:`definitions`.
 
         Raises
@@ -245,7 +248,7 @@ class Registry(Mapping[str, Any]):
         for name, target in self._targets.items():
             module, _, attribute = target.partition(":")
             found = getattr(sys.modules.get(module), attribute, None)
-            # Nothing is found in a module that is not imported.
+            # `found` is None for a module that is not imported.
             if found is not None and found is chosen:
                 return name
         attribute = getattr(chosen, "__qualname__", "")
@@ -287,6 +290,8 @@ class Registry(Mapping[str, Any]):
         UserError
             When no such name exists.
         """
+        if not self._own_options and self.is_own(name):
+            return None
         found: type[Any] | None = getattr(self[name], self._declares, None)
         return found
 
@@ -334,7 +339,7 @@ class Registry(Mapping[str, Any]):
         target = name if ":" in name else self._installed[name].value
         module, _, attribute = target.partition(":")
         expected = f"expected {self._expected.format(name=attribute or 'build')}"
-        see_current_folder()
+        allow_local_imports()
         try:
             found: Any = _defined_as(target) if is_local(module) else import_module(module)
             _USERS.add(module)
@@ -395,7 +400,7 @@ def define(pickled: Mapping[str, bytes]) -> None:
 
 
 def is_local(name: str) -> bool:
-    """Return whether a name is of an object of a script or notebook, which is never imported."""
+    """Return whether a name belongs to an object defined in a script or notebook."""
     return name.startswith(_LOCAL)
 
 
@@ -427,7 +432,7 @@ def _defined_as(name: str) -> ModuleType:
     attribute = name.rpartition(":")[2]
     if name not in _local:
         if name not in _pickled:
-            raise ImportError(f"a script or a notebook defines {attribute}, and has to be run")
+            raise ImportError(f"{attribute} is defined in a script or a notebook: run it there")
         _local[name] = pickle.loads(_pickled[name])
         _USERS.add(_local[name].__module__)
     module = ModuleType(_LOCAL)
@@ -449,7 +454,7 @@ def _digest(chosen: Any) -> str:
         if isinstance(part, CodeType):
             digest.update(part.co_code)
             add([*part.co_consts, *part.co_names], names)
-            # Not all of `co_names`: attributes are among them, and may be called as a global is.
+            # `co_names` also has names of attributes, which may coincide with names of globals.
             read = [at.argval for at in get_instructions(part) if at.opname == "LOAD_GLOBAL"]
             add([names[name] for name in read if name in names], {})
         elif isinstance(part, list | tuple):
@@ -477,9 +482,9 @@ def _digest(chosen: Any) -> str:
 
 
 def source_digest(modules: Iterable[str]) -> str:
-    """Return a digest of the source of users' modules, and of those beside them that they use.
+    """Return a digest of the source of users' modules, and of the neighbouring modules they use.
 
-    A module beside another is used if its name occurs in the other's source.
+    A module in the same folder counts as used if its name occurs in the source.
 
     Returns
     -------
@@ -488,7 +493,7 @@ def source_digest(modules: Iterable[str]) -> str:
     """
     waiting = []
     for module in modules:
-        # One that cannot be found is reported where it is needed.
+        # A missing module is reported when it is imported.
         *_, spec = (None, *specs_of(module))
         waiting += [Path(spec.origin)] if spec is not None and spec.origin else []
     sources: dict[Path, bytes] = {}
@@ -507,7 +512,7 @@ def source_digest(modules: Iterable[str]) -> str:
 
 _PACKAGE = Path(__file__).parent.parent
 _FEW = 20
-"""So many names are read in an error that is about another matter."""
+"""Maximum number of names listed in an error about another subject."""
 _WORD = re.compile(r"[A-Za-z0-9][\w-]*")
 _HUMPS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_")
 
@@ -515,12 +520,12 @@ _HUMPS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_")
 def kebab(name: str) -> str:
     """Return the name of a class or function in lower case with hyphens: LatestMean, latest-mean.
 
-    Letters in a row belong together: CASAPlus is casa-plus.
+    Consecutive capitals belong together: CASAPlus is casa-plus.
     """
     return _HUMPS.sub("-", name).lower()
 
 
-def see_current_folder() -> None:
+def allow_local_imports() -> None:
     """Allow imports from the current folder.
 
     ``python3 -m`` does so by itself; a console script and Flower's processes do not.
@@ -529,8 +534,8 @@ def see_current_folder() -> None:
         sys.path.append(os.getcwd())
 
 
-def _said(error: BaseException) -> str:
-    """Return an exception's name, unless a module is missing, and the first line of its message."""
+def _error_summary(error: BaseException) -> str:
+    """Return the type (unless a module is missing) and first message line of an exception."""
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return (
         first
@@ -541,7 +546,7 @@ def _said(error: BaseException) -> str:
 
 def _reason(error: BaseException) -> str:
     """Return the error in a user's module in one line, with its position."""
-    said = _said(error)
+    said = _error_summary(error)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -611,7 +616,7 @@ def specs_of(module: str) -> list[ModuleSpec]:
     """Find a module and the packages around it, outermost first, without importing any.
 
     `importlib.util.find_spec` of a dotted name would import the packages. The current folder is
-    searched last, as after :func:`see_current_folder`.
+    searched last, as after :func:`allow_local_imports`.
 
     Returns
     -------
@@ -624,12 +629,12 @@ def specs_of(module: str) -> list[ModuleSpec]:
         found = [] if spec is None else [spec]
         for part in parts:
             places = None if spec is None else spec.submodule_search_locations
-            # By its last part alone: the search of a dotted name asks for the imported package.
+            # Searched by its last part, since the search for a dotted name imports the package.
             spec = None if places is None else PathFinder.find_spec(part, [*places])
             if spec is None:
                 return []
             found.append(spec)
-    # `__main__` and damaged names.
+    # Raised for `__main__` and malformed names.
     except (ImportError, AttributeError, KeyError, ValueError):
         return []
     return found
@@ -638,7 +643,7 @@ def specs_of(module: str) -> list[ModuleSpec]:
 def files_of(module: str) -> list[str]:
     """Return the files that the import of a module runs, without importing; empty if not found.
 
-    They are those of packages around it too. Modules in the interpreter are called by name.
+    They include those of the packages around it. Built-in modules are given by name.
     """
     return [
         str(spec.origin) if spec.has_location else f"Python's {spec.name}"
@@ -713,11 +718,10 @@ DATASETS = Registry(
     _named(
         {
             "datasets.source": "Digits Synthetic",
-            "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps Emnist DigitsByOrigin",
+            "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps",
             "datasets.npz": "Npz NpzFolder",
             "datasets.given": "Table arrays=Given",
-            "datasets.leaf": "Characters Femnist Leaf Text",
-            "datasets.sensors": "harbox=HarBox Imu UciHar Fsdd GasDrift BeijingAir HitBearing",
+            "datasets.leaf": "Characters Femnist Leaf",
         }
     ),
     group="raceme.datasets",
@@ -744,8 +748,8 @@ DRIFTS = Registry(
     "drift",
     _named(
         {
-            "datasets.drift": "none=NoDrift SwapAll SwapPart Incremental Rotate LabelShift Noise "
-            "Concepts Mixture Tasks InOrder ScenarioStream",
+            "datasets.drift": "none=NoDrift SwapAll SwapPart Incremental Rotate LabelShift "
+            "noise=NoiseDrift Concepts Mixture Tasks InOrder ScenarioStream",
         }
     ),
     group="raceme.drifts",
@@ -756,7 +760,7 @@ DRIFTS = Registry(
 
 
 class _Features(Registry):
-    """Features: only the keys of users' own are prefixed.
+    """Registry of features: only the keys of users' own features are prefixed.
 
     The options of the package's features, which every command line reads, are the dataclass
     ``Options`` of their packages.
@@ -785,7 +789,7 @@ class _Features(Registry):
         Raises
         ------
         UserError
-            It is not, or is ambiguous.
+            It is not the name of a user's feature, or is ambiguous.
         """
         if self.is_own(name):
             raise UserError(f"Every run has the feature '{name}': set its keys instead.")
@@ -831,8 +835,9 @@ ATTACKS = Registry(
     "attack",
     _named(
         {
-            "simulation.attacks": "none=NoAttack Scale SignFlip LabelFlip Noise Backdoor EdgeAnti "
-            "EdgePush Collude MinMax MinSum Mimic LongGood Replay Claims",
+            "simulation.attacks": "none=NoAttack scale=ScaleAttack SignFlip LabelFlip "
+            "noise=NoiseAttack Backdoor EdgeAnti EdgePush Collude MinMax MinSum Mimic LongGood "
+            "Replay Claims",
         }
     ),
     group="raceme.attacks",
@@ -851,6 +856,7 @@ MODELS = Registry(
     ),
     group="raceme.models",
     expected="def {name}(input_shape, num_classes)",
+    own_options=False,
 )
 
 DEVICES = Registry(
@@ -862,7 +868,7 @@ DEVICES = Registry(
     group="raceme.devices",
     expected="def {name}(clients, seed), which returns a Device for each client",
 )
-"""Built-in profiles are files; a user's own is one too, or a function that makes the devices."""
+"""Built-in profiles are files; a user's own is a file or a function that makes the devices."""
 
 CLIENT_WORK = Registry(
     "kind of work",

@@ -20,7 +20,7 @@ from raceme.core.messages import InvalidReplyError as InvalidReplyError
 from raceme.core.options import key_of
 from raceme.core.state import TRANSIENT
 from raceme.core.training_settings import TrainingSettings
-from raceme.flower.messages import NODE_UNAVAILABLE, Shelf, records_of, size_of
+from raceme.flower.messages import NODE_UNAVAILABLE, VectorStore, records_of, size_of
 
 Value = str | int | float | bool | list[int]
 
@@ -101,7 +101,7 @@ class InFlight:
     client : str
         The client.
     cluster : int
-        The cluster whose model was sent; of several, the client's choice, once known.
+        The cluster whose model was sent; if several were, the client's choice once it is known.
     version : int
         Version of that model when it was sent.
     updates : int
@@ -138,7 +138,7 @@ class InFlight:
 
     @property
     def reply(self) -> str:
-        """Name of its reply: an update for training."""
+        """Name of its reply: ``"update"`` for training, else ``"answer"``."""
         return "update" if self.kind in names.TRAINING else "answer"
 
 
@@ -165,8 +165,8 @@ class Bases:
     users: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # In a file, since one model per working client exceeds the memory of a large fleet.
-        self.vectors = Shelf(self.vectors)
+        # In a file, since one model per working client would exceed memory in a large fleet.
+        self.vectors = VectorStore(self.vectors)
 
     def open(
         self,
@@ -299,8 +299,8 @@ class Update:
     Attributes
     ----------
     task : InFlight
-        The answered request: client, cluster, base version; of several sent models, those of the
-        trained one.
+        The answered request: client, cluster and base version. If several models were sent, cluster
+        and version are those of the trained one.
     vector : Vector
         The client's model after training, w_i. Shape (d,).
     num_examples : int
@@ -351,7 +351,7 @@ class Update:
     def base(self) -> Vector:
         """The model from which the client started, for methods that keep bases. Shape (d,)."""
         if self.bases is None:
-            raise ValueError("no bases are kept: the method has to say that it needs them")
+            raise ValueError("base models are not kept: the method must declare Needs(bases=True)")
         return self.bases.of(self.task)
 
     @property
@@ -384,7 +384,7 @@ Outcomes = dict[int, Outcome]
 
 
 Reading = Callable[[RecordDict], RecordDict]
-"""Returns the content of a reply to training as it is read."""
+"""Decodes the content of a training reply."""
 
 
 def read_reply(
@@ -405,12 +405,12 @@ def read_reply(
     now : float
         Time of arrival on the grid's clock, in seconds.
     reading : Callable
-        Returns the content of a reply to training as it is read, e.g. decoded.
+        Decodes the content of a training reply.
 
     Raises
     ------
     InvalidReplyError
-        As for :func:`read_update`, or the reply is of another kind.
+        As in :func:`read_update`, or the reply is of another kind.
     """
     if task.kind in names.TRAINING:
         return read_update(reply, task, spec, now, reading)
@@ -508,7 +508,7 @@ def _check_echo(stated: Mapping[str, object], task: InFlight) -> None:
 
 
 def _chosen(stated: Mapping[str, object], task: InFlight) -> InFlight:
-    """Return the task with the client's choice among the sent models."""
+    """Return the task, with the client's choice among the sent models filled in."""
     index, count = stated.get(names.CHOSEN), len(task.candidates)
     if not isinstance(index, int) or not 0 <= index < count:
         raise InvalidReplyError(
@@ -537,7 +537,7 @@ def _numbers(record: ArrayRecord | None) -> dict[str, NDArray[Any]]:
         values = names.from_array(array)
         if values.dtype.kind not in "fiu" or values.size > _MOST_NUMBERS:
             raise InvalidReplyError(f"unusable numbers {quoted(name)}: {values.dtype}")
-        # NaN fails both comparisons. Sums of the rest are finite in float64.
+        # NaN fails both comparisons. Sums of accepted numbers are finite in float64.
         if values.size and not -LARGEST <= float(values.min()) <= float(values.max()) <= LARGEST:
             if np.isfinite(values).all():
                 raise InvalidReplyError(f"too large: {quoted(name)}")

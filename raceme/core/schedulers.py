@@ -41,21 +41,21 @@ class RequestParameters:
     requests: str = option(
         POISSON,
         "when a client asks for work: poisson or fixed waits, loss: when its loss has risen, or "
-        "device: as each device wishes (raceme device --when)",
+        "device: as each device decides (raceme device --when)",
         among=(POISSON, FIXED, LOSS, DEVICE),
     )
     request_seconds: float = option(
         10.0,
-        "poisson: mean wait of an idle client; fixed: from one request to the next; loss: from one "
-        "look at its loss to the next",
+        "poisson: mean wait of an idle client; fixed: time between requests; loss: time between "
+        "evaluations of the loss",
         unit=SECONDS,
         above=0,
     )
     loss_rise: float = option(
-        0.1, "loss: how much of itself the loss must have risen by for a client to ask", low=0
+        0.1, "loss: relative rise of the loss at which a client asks for work", low=0
     )
     least_seconds: float = option(
-        0.0, "least time from one upload of a client to the next", unit=SECONDS, low=0
+        0.0, "least time between two uploads of a client", unit=SECONDS, low=0
     )
 
 
@@ -84,7 +84,7 @@ class RequestState:
     evaluating : dict[str, int]
         Task number of each open loss evaluation.
     early : dict[str, int]
-        Number of early requests or uploads, by client.
+        Number of requests or uploads before the minimum time, by client.
     refused : dict[str, bool]
         Clients whose last upload was refused as too early.
     """
@@ -116,8 +116,8 @@ class OnRequest(Scheduler):
         loss exceeds ``1 + loss_rise`` times the lowest one since the upload, which is that of the
         training if the data have changed before the first evaluation.
     ``device``
-        Each idle client receives an invitation; the device holds it until it wishes to train, or
-        trains at once. A client that was too early is not invited but asked after the minimum time.
+        Each idle client receives an invitation, and the device decides when to train. A client that
+        was too early receives ordinary work instead, after the minimum time.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ class OnRequest(Scheduler):
         loss = float(losses.mean(dtype=np.float64))
         known = state.known.get(client)
         if known is None:
-            # The model's loss on former data is unknown, except that of the training.
+            # Losses on former data do not apply, except the training loss.
             trained, moved = state.trained[client], answer.task.step != state.steps[client]
             known = trained if moved and math.isfinite(trained) else loss
         if loss > (1 + self._parameters.loss_rise) * known:
@@ -195,14 +195,14 @@ class OnRequest(Scheduler):
 
     # Selection.
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return the idle clients with a due request."""
         due, chosen = self.state.due, []
-        for client in moment.idle.ready(moment.now):
+        for client in context.idle.ready(context.now):
             name = client.client_id
             if name not in due:
-                due[name] = self._earliest_request(name, self._asks_at(client, moment))
-            if due[name] <= moment.now:
+                due[name] = self._earliest_request(name, self._next_request_time(client, context))
+            if due[name] <= context.now:
                 chosen.append(client)
         return chosen
 
@@ -243,8 +243,8 @@ class OnRequest(Scheduler):
             since = now - state.uploaded_at[client]
             least = self._parameters.least_seconds
             raise InvalidReplyError(
-                f"it came {since:.3g} s after its last upload: at least {least:g} s must lie "
-                "between two (least-seconds)"
+                f"it came {since:.3g} s after its last upload: two uploads must be at least "
+                f"{least:g} s apart (least-seconds)"
             )
         state.uploaded_at[client] = now
         state.trained[client], state.steps[client] = update.train_loss, update.task.step
@@ -279,27 +279,27 @@ class OnRequest(Scheduler):
 
     # Times of requests.
 
-    def _asks_at(self, client: Client, moment: SelectionContext) -> float:
+    def _next_request_time(self, client: Client, context: SelectionContext) -> float:
         """Return the time of an idle client's next request."""
-        name, now, state = client.client_id, moment.now, self.state
+        name, now, state = client.client_id, context.now, self.state
         if self._next_request is not None:
-            return self._next_request(client, now, moment.rng)
+            return self._next_request(client, now, context.rng)
         if self._mode == POISSON:
-            return now + float(moment.rng.exponential(self._parameters.request_seconds))
-        # By loss, only repeated evaluations wait.
+            return now + float(context.rng.exponential(self._parameters.request_seconds))
+        # With mode ``loss``, only repeated evaluations wait.
         at_once = name not in state.known or name in state.risen
         if self._mode == DEVICE or (self._mode == LOSS and at_once):
             return now
-        return self._tick(name, now, moment.rng)
+        return self._next_periodic_time(name, now, context.rng)
 
-    def _tick(self, client: str, now: float, rng: np.random.Generator) -> float:
+    def _next_periodic_time(self, client: str, now: float, rng: np.random.Generator) -> float:
         """Return the next of a client's periodic times."""
         state, period = self.state, self._parameters.request_seconds
         if client not in state.phases:
             state.phases[client] = float(rng.uniform(0, period))
         first, last = state.phases[client], state.asked.get(client, -math.inf)
         number = max(0, math.ceil((now - first) / period))
-        # Never the same time twice, despite rounding.
+        # Strictly later than the last time, despite rounding.
         return first + (number + (first + number * period <= last)) * period
 
     def _allowed_at(self, client: str) -> float:
@@ -313,7 +313,8 @@ class OnRequest(Scheduler):
         if asks_at >= allowed or self.evaluates_loss(client):
             return asks_at
         if self._mode == DEVICE:
-            # A device's next upload is unpredictable; only those that were early before wait.
+            # The time of a device's next upload is unknown, so only clients that were early before
+            # wait.
             return allowed if client in self.state.early else asks_at
         self._count_early(client)
         return allowed
@@ -324,8 +325,8 @@ class OnRequest(Scheduler):
         early[client] = early.get(client, 0) + 1
         if early[client] == 1:
             log.warning(
-                "%s wants to upload sooner than %g s after its last upload: it has to wait "
-                "(least-seconds; this is said once)",
+                "%s would upload less than %g s after its last upload: it has to wait "
+                "(least-seconds; logged once per client)",
                 client,
                 self._parameters.least_seconds,
                 extra=about(client),
@@ -463,32 +464,32 @@ class InWindows(Scheduler):
 
     # Selection.
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return the members that train next; open a window if none is open."""
         state = self.state
-        if moment.now >= state.ends_at and not moment.greeting:
-            online = moment.fleet.online()
+        if context.now >= state.ends_at and not context.greeting:
+            online = context.fleet.online()
             if online:
-                chosen = self._members(online, moment.rng)
+                chosen = self._members(online, context.rng)
                 number, fruitless = state.number + 1, state.fruitless
                 self.state = state = WindowState(
                     number,
-                    moment.now + self._budget,
+                    context.now + self._budget,
                     {client.client_id: True for client in chosen},
                     fruitless=fruitless,
                 )
-        ready = [c for c in moment.idle.ready(moment.now) if c.client_id in state.members]
+        ready = [c for c in context.idle.ready(context.now) if c.client_id in state.members]
         together: dict[int, list[Client]] = {}
         alone = []
         for client in ready:
             group = self._group_of(client.client_id)
             if group is None or not (self._gathers(group) or self._is_under_way(group)):
-                self._end_wait(client.client_id, moment.now)
+                self._end_wait(client.client_id, context.now)
                 alone.append(client)
             else:
-                state.waiting.setdefault(client.client_id, moment.now)
+                state.waiting.setdefault(client.client_id, context.now)
                 together.setdefault(group, []).append(client)
-        return [*alone, *self._complete_groups(together, moment.now)]
+        return [*alone, *self._complete_groups(together, context.now)]
 
     def _complete_groups(self, together: dict[int, list[Client]], now: float) -> list[Client]:
         """Return the members of the groups whose members are all idle."""
@@ -553,7 +554,7 @@ class InWindows(Scheduler):
         state.fruitless = state.fruitless + 1 if late and not state.done else 0
         if state.fruitless == 1:
             log.warning(
-                "No client was done within window %d: is the budget of %g s too short?",
+                "No client finished within window %d: is the budget of %g s too short?",
                 state.number,
                 self._budget,
             )
@@ -561,17 +562,17 @@ class InWindows(Scheduler):
             self._end_wait(client, now)
         for client in state.members:
             self._idled(client, state.number, state.waited.get(client, 0.0))
-        # `joint` is kept: `is_joint` is still asked of the updates released here.
+        # `joint` is kept, since `is_joint` is called for the updates released here.
         state.members, state.open, state.held, state.gathering = {}, {}, [], {}
         return late, released
 
-    def hopeless(self) -> str:
+    def no_progress_reason(self) -> str:
         """Return an error if the window is too short for any update."""
         if self.state.fruitless < _HOPELESS_WINDOWS:
             return ""
         return (
             f"no update fits into the budget of {self._budget:g} s: in {self.state.fruitless} "
-            "windows in a row no client was done before the end: it must be longer"
+            "consecutive windows no client finished; raise the budget"
         )
 
     # Synchronous updates of a group.

@@ -218,10 +218,10 @@ class Scheduler(ABC):
         return False
 
     @abstractmethod
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return the idle clients to give work to."""
 
-    def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the queries before work; None if work may begin."""
         return None
 
@@ -238,7 +238,7 @@ class Scheduler(ABC):
         Raises
         ------
         InvalidReplyError
-            It comes too late to be of any use.
+            It comes too late to be aggregated.
         """
         return [update]
 
@@ -269,7 +269,7 @@ class Scheduler(ABC):
         """Return whether a client will never train again while its data stay at a step."""
         return False
 
-    def hopeless(self) -> str:
+    def no_progress_reason(self) -> str:
         """Return why the run cannot progress, or an empty text."""
         return ""
 
@@ -279,7 +279,7 @@ class Scheduler(ABC):
         return tree
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         self.state = from_tree(type(self.state), tree)
 
 
@@ -291,11 +291,11 @@ class EveryIdle(Scheduler):
     def __init__(self) -> None:
         self.state = NoState()
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return all idle clients, up to the number of places."""
-        if moment.places is None:
-            return moment.idle.ready(moment.now)
-        return moment.idle.draw(moment.now, moment.places, moment.rng)
+        if context.places is None:
+            return context.idle.ready(context.now)
+        return context.idle.draw(context.now, context.places, context.rng)
 
 
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
@@ -308,15 +308,15 @@ class FlowerArguments:
 
     fraction_train: float = option(
         1.0,
-        "share of the connected nodes that train: in a round, or at a time where there are none",
+        "share of the connected nodes that train in a round, or at a time if there are no rounds",
         above=0,
         high=1,
     )
     fraction_evaluate: float = option(
         1.0, "share of the connected nodes that test models after each round", low=0, high=1
     )
-    min_train_nodes: int = option(2, "nodes that train at least, as far as connected", low=0)
-    min_evaluate_nodes: int = option(2, "nodes that test at least, as far as connected", low=0)
+    min_train_nodes: int = option(2, "least number of nodes that train, if connected", low=0)
+    min_evaluate_nodes: int = option(2, "least number of nodes that test, if connected", low=0)
     min_available_nodes: int = option(
         2, "nodes that must be connected before the run begins", low=0
     )
@@ -348,7 +348,7 @@ class FlowerArguments:
 
 
 def _share(online: int, fraction: float, least: int) -> int:
-    # As Flower rounds it, so that a run has as many nodes as with Flower's own strategy.
+    # Rounded as in Flower, so that as many nodes take part as with Flower's own strategy.
     return min(online, max(int(fraction * online), least))
 
 
@@ -363,7 +363,7 @@ class RoundsParameters:
     """Parameters of every round-based method."""
 
     in_rounds: ClassVar[bool] = True
-    """Updates come in whole rounds, whose number a suite may plan."""
+    """Updates come in whole rounds, so that a suite may set their number."""
 
     fraction: float = option(
         1.0, "share of the online clients that train in a round", above=0, high=1
@@ -411,7 +411,7 @@ class RoundState:
     picked : dict[str, bool]
         Clients that took part in any round, for sampling in turn.
     begun : dict[str, dict[int, bool]]
-        Models that each participant trains or has trained, if it may train several.
+        Models that each participant trains or has trained, if participants train several.
     asking : OpenQueries
         Open queries before the next round.
     """
@@ -435,9 +435,9 @@ class InRounds(Scheduler):
     """Round-based scheduling: some clients work, and their updates are aggregated together.
 
     A round waits for its slowest participant, with a limit: work times out after twice its client's
-    longest time (for new clients, twenty times the slowest answer of any), or when its client goes
-    offline. Otherwise a lost message would cost a round the whole timeout of a task (Bonawitz et
-    al., MLSys 2019, section 2.2, also closes rounds at a time limit).
+    longest time (for new clients, twenty times the slowest answer of any client), or when its
+    client goes offline. Without the limit, a lost message would delay a round by the whole timeout
+    of a task. Bonawitz et al. (MLSys 2019, section 2.2) also close rounds at a time limit.
 
     A client that timed out gets twice the time at its next attempt, at most eight times, since it
     may have become slower; after the m-th consecutive timeout it is excluded for 2^(m−1) − 1
@@ -475,7 +475,7 @@ class InRounds(Scheduler):
         returns: Callable[[str], bool] = lambda client: False,
         sampling: str = RANDOM,
         models: Callable[[str], Iterable[int]] | None = None,
-        queries: Callable[[SelectionContext], Sequence[Request] | None] = lambda moment: None,
+        queries: Callable[[SelectionContext], Sequence[Request] | None] = lambda context: None,
     ) -> None:
         self._fraction, self._sampling = fraction, sampling
         self._participants = participants or self._share
@@ -483,9 +483,9 @@ class InRounds(Scheduler):
         self._models, self._queries = models, queries
         self.state = RoundState()
 
-    def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the queries before the next round; None if it may begin."""
-        return self._queries(moment)
+        return self._queries(context)
 
     @property
     def rounds(self) -> int:
@@ -511,7 +511,7 @@ class InRounds(Scheduler):
 
     def ask_first(
         self,
-        moment: SelectionContext,
+        context: SelectionContext,
         wanted: Callable[[str], bool] = lambda client: True,
         every: int = 1,
         patience: float = _ASKING_SECONDS,
@@ -522,7 +522,7 @@ class InRounds(Scheduler):
 
         Parameters
         ----------
-        moment : SelectionContext
+        context : SelectionContext
             The loop's selection context.
         wanted : Callable
             Whether to query a client, given by its id; by default all idle ones.
@@ -532,38 +532,38 @@ class InRounds(Scheduler):
             Time limit for answers in seconds.
         """
         state = self.state
-        if state.running or moment.greeting:
+        if state.running or context.greeting:
             return None
         if not state.asking.is_open and state.asking.is_due(state.number, every):
-            if any(wanted(client) for client in moment.busy()) and state.asking.holds(
-                moment.now, patience
+            if any(wanted(client) for client in context.busy()) and state.asking.holds(
+                context.now, patience
             ):
                 return []
-            ready = [client.client_id for client in moment.idle.ready(moment.now)]
-            state.asking.begin(filter(wanted, ready), state.number, moment.now + patience)
+            ready = [client.client_id for client in context.idle.ready(context.now)]
+            state.asking.begin(filter(wanted, ready), state.number, context.now + patience)
         if not state.asking.is_open:
             return None
-        return [client for client in state.asking.unasked if client in moment.idle]
+        return [client for client in state.asking.unasked if client in context.idle]
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Begin a round if necessary; return the participants to send work to."""
         state = self.state
         if not state.running:
-            self._begin(moment)
+            self._begin(context)
         chosen = [
-            moment.fleet.clients[client]
+            context.fleet.clients[client]
             for client in state.unsent
-            if client in moment.idle and moment.fleet.clients[client].ready_at <= moment.now
+            if client in context.idle and context.fleet.clients[client].ready_at <= context.now
         ]
         return chosen
 
-    def _begin(self, moment: SelectionContext) -> None:
+    def _begin(self, context: SelectionContext) -> None:
         """Choose participants among the online clients without a back-off that are not held."""
-        if moment.greeting:
+        if context.greeting:
             return
         state = self.state
-        rested = (c for c in moment.fleet.online() if c.ready_at <= moment.now)
-        online = moment.idle.not_held(rested)
+        rested = (c for c in context.fleet.online() if c.ready_at <= context.now)
+        online = context.idle.not_held(rested)
         # Without other clients, no client is delayed.
         late = {c for c, number in state.backs_off_until.items() if number > state.number + 1}
         online = [c for c in online if c.client_id not in late] or online
@@ -572,7 +572,7 @@ class InRounds(Scheduler):
         state.number += 1
         state.running = True
         state.begun = {}
-        chosen = self._participants(online, moment.rng)
+        chosen = self._participants(online, context.rng)
         state.unsent = {client.client_id: True for client in chosen}
 
     def settings(self, work: Request) -> Mapping[str, Value]:
@@ -584,7 +584,7 @@ class InRounds(Scheduler):
         return {ROUND: self.state.number}
 
     def sent(self, task: InFlight, now: float) -> None:
-        """Record the task of a participant; other work is not the round's."""
+        """Record the task of a participant; other work does not belong to the round."""
         state = self.state
         state.asking.sent(task)
         if state.unsent.pop(task.client, None) is None:
@@ -657,7 +657,7 @@ class InRounds(Scheduler):
         waited_for = [client for client in self.state.open if client not in self.state.away]
         if not waited_for:
             return math.inf
-        # Computed once, not per client: it is called at every answer of a round.
+        # Computed once for all clients, since this method is called at every answer of a round.
         longest = self.state.longest.values()
         middle = median(longest) if longest else math.inf
         slowest = max(longest, default=math.inf)

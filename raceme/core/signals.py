@@ -107,7 +107,7 @@ class StopRequest:
     """Records SIGINT, SIGTERM and SIGHUP within the context.
 
     The second SIGINT or SIGTERM interrupts at once. SIGHUP does not count as one: a terminal that
-    is closed may send it several times. Where it is ignored, as under ``nohup``, it stays so.
+    is closed may send it several times. If it is ignored, as under ``nohup``, it stays ignored.
 
     Called, it returns the reason to end the run; empty if there is none.
 
@@ -179,8 +179,8 @@ _LOOK_SECONDS = 0.5
 def end_with_parent(parent: int, grace: float) -> None:
     """End this process some time after its parent.
 
-    A server app is told to stop when its SuperLink dies, but it may wait for an answer
-    uninterruptibly, and would block its folder. Work since its last checkpoint is repeated.
+    A server app is told to stop when its SuperLink dies. If it waits for an answer uninterruptibly,
+    it would go on and block its folder. Work since its last checkpoint is repeated.
 
     Parameters
     ----------

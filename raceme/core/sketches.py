@@ -16,12 +16,13 @@ class Sketcher:
     """Shortens directions, which nearly keeps their cosines.
 
     A count sketch (Charikar et al. 2002): every weight is added, with a random sign, to one of
-    1,024 numbers. A cosine is off by about 1/32. Models of up to 2,048 weights are kept whole.
+    1,024 numbers. The error of a cosine is about 1/32. Models of up to 2,048 weights are kept
+    whole.
 
     Parameters
     ----------
     size : int
-        Another number of numbers; models of up to twice as many weights are kept whole.
+        Length of a sketch, by default 1,024; models of up to twice as many weights are kept whole.
     """
 
     def __init__(self, size: int = SIZE) -> None:
@@ -30,7 +31,7 @@ class Sketcher:
         self._signs: NDArray[np.float32] = np.empty(0, np.float32)
 
     def direction(self, delta: Vector) -> Vector:
-        """Return the direction of a change at unit length, shortened; zeros of no change.
+        """Return the sketch of a change's direction, at unit length; zeros if nothing changed.
 
         Parameters
         ----------
@@ -53,5 +54,5 @@ class Sketcher:
         return np.asarray(unit_rows(short[None, :])[0])
 
     def length(self, weights: int) -> int:
-        """Return the length of the sketch of a number of weights."""
+        """Return the length of the sketch of a model with that many weights."""
         return self.size if weights > 2 * self.size else weights

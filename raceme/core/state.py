@@ -39,7 +39,7 @@ def to_tree(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_tree(inner) for inner in value]
     if isinstance(value, set | frozenset):
-        # Sorted, so that two runs write the same.
+        # Sorted, so that the same state is always written alike.
         return sorted(to_tree(inner) for inner in value)
     if isinstance(value, np.ndarray):
         return value.copy()
@@ -60,9 +60,9 @@ def stored(state: Any, kind: Any, what: str, *, verified: bool) -> Any:
     kind : Any
         Its annotated type.
     what : str
-        Whose state it is, for the message.
+        Owner of the state, for the message.
     verified : bool
-        Whether to check now, rather than when the run is resumed, that it can be restored.
+        Whether to check now that the state can be restored, so that a resumption cannot fail.
 
     Raises
     ------

@@ -120,16 +120,16 @@ class Needs:
         Whether all clients always share one model. Features can then observe longer before they
         judge, whereas clusters form by first updates.
     sums : bool
-        Whether updates enter this model as sums only: each version is the one before, moved by
-        Σ α_i Δ_i with the outcomes' weights α_i, and by what depends on published versions alone.
+        Whether updates enter this model as sums only: each version is the one before, plus Σ α_i
+        Δ_i with the outcomes' weights α_i, plus terms that depend on published versions alone.
     exchange : bool
         Whether models travel; otherwise no traffic is reported.
     sum_weight : Callable, optional
-        For methods that need sums of updates only, as secure aggregation makes them: the weight of
-        an update, whose staleness and examples are known. None: single updates are needed.
+        For methods that need sums of updates only, as in secure aggregation: returns the weight of
+        an update from its staleness and examples. None if the method needs single updates.
     sketches : bool
-        Whether some requests only need a sketch of the change (`SKETCH`), which then is the only
-        thing about a single client's model that the method needs.
+        Whether some requests need only a sketch of the change (`SKETCH`), and the method uses
+        nothing else of a single client's model.
     test_settings : Mapping[str, Value]
         Additional settings of test messages, e.g. another kind of work.
     """
@@ -187,7 +187,7 @@ _TO_START = {
 """Arguments of `start` instead of a strategy's constructor."""
 
 
-def divided(
+def divide_arguments(
     method: str, parameters_type: type[Any], parameters: Any, arguments: Mapping[str, Any]
 ) -> tuple[Any, FlowerArguments]:
     """Divide arguments into a method's hyper-parameters and Flower's arguments.
@@ -313,9 +313,9 @@ class Method(Strategy):
     progress : Progress
         Counters of the run so far: updates, fleet, open tasks.
     result : RunResult
-        Models, metrics and clusters of clients, filled in as the run goes on.
+        Models, metrics and clusters of clients, filled in during the run.
     bases : Bases
-        Models that clients are training from, if the method or a feature keeps them.
+        Models that clients train from, if the method or a feature needs them.
     features : Chain
         Features of the run, which change or refuse updates before the method receives them.
     train_config : ConfigRecord
@@ -350,7 +350,7 @@ class Method(Strategy):
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
         check_storable(self.state_type, self.state_type.__name__)
-        self.parameters, self.arguments = divided(
+        self.parameters, self.arguments = divide_arguments(
             type(self).__name__, self.parameters_type, parameters, arguments
         )
         self.rng = np.random.default_rng(np.random.SeedSequence([seed, 0x57A7E9]))
@@ -388,7 +388,7 @@ class Method(Strategy):
         return Needs()
 
     def initialize(self, vector: Vector) -> None:
-        """Set up `clusters` and `state` from the initial model, which may be kept."""
+        """Set up `clusters` and `state` from the initial model, whose array may be kept."""
         self.clusters = Clusters({0: Model(vector)})
         self.state = self.state_type()
 
@@ -409,7 +409,7 @@ class Method(Strategy):
         dict[int, Outcome]
             The outcome of each update, by `update.number`.
         """
-        # All are as of now; those after the first may be for a model changed by one before.
+        # The loop has set staleness and base; an update may have changed a later one's model.
         return {
             update.number: self.on_update(self.received(update) if index else update)
             for index, update in enumerate(updates)
@@ -425,7 +425,7 @@ class Method(Strategy):
         Raises
         ------
         UserError
-            The method does not handle answers: without this the run would never end.
+            The method does not handle answers. Without this error the run would never end.
         """
         raise UserError(
             f"{type(self).__name__} has no on_answer(), and '{answer.task.kind}' is not training: "
@@ -459,8 +459,8 @@ class Method(Strategy):
     def serving(self, client: str, step: int) -> Weights:
         """Return the clusters that serve a client on its data of a step, with weights.
 
-        For methods that remember the models of former tasks; tests on all steps (``eval-tasks``)
-        use it.
+        Overridden by methods that remember the models of former tasks; used by tests on all steps
+        (``eval-tasks``).
         """
         return self.placement(client)
 
@@ -501,18 +501,18 @@ class Method(Strategy):
     def similarity(self) -> tuple[list[str], np.ndarray] | None:
         """Return clients and the matrix of their similarities (NaN: unknown), if any.
 
-        It is what a method `likeness` of the state returns.
+        The result of the state's method `likeness`, if it has one.
         """
         likeness: Callable[[], tuple[list[str], np.ndarray]] | None
         likeness = getattr(self.state, "likeness", None)
         return None if likeness is None else likeness()
 
-    def requests(self, moment: SelectionContext) -> Iterable[Request]:
+    def requests(self, context: SelectionContext) -> Iterable[Request]:
         """Return the current requests to clients: queries before a round, or work."""
-        asked = self.scheduling.queries(moment)
+        asked = self.scheduling.queries(context)
         if asked is not None:
             return asked
-        requests = [self.request_for(one.client_id) for one in self.scheduling.choose(moment)]
+        requests = [self.request_for(one.client_id) for one in self.scheduling.choose(context)]
         for request in requests:
             if not isinstance(request, Request):
                 raise UserError(
@@ -524,7 +524,7 @@ class Method(Strategy):
     def record_of(self, vector: Vector) -> ArrayRecord:
         """Return a constant model as a cached record.
 
-        Otherwise each client at work would hold a copy.
+        Without the cache each client at work would hold a copy.
         """
         if self._constant is None or self._constant[0] is not vector:
             self._constant = vector, self.spec.pack(vector)
@@ -547,7 +547,7 @@ class Method(Strategy):
         Parameters
         ----------
         proxies : int
-            How many proxy sets it has.
+            Number of its proxy sets.
         pretrains : bool
             Whether it pre-trains models for the clusters.
 
@@ -589,8 +589,8 @@ class Method(Strategy):
         initial_arrays : ArrayRecord
             Initial model, which defines names and shapes of all models.
         num_rounds : int
-            Number of rounds. For a method without rounds, a round is as many updates as clients
-            participate.
+            Number of rounds. For a method without rounds, a round is one update per participating
+            client.
         timeout : float
             Seconds after which an unanswered message is lost.
         train_config, evaluate_config : ConfigRecord, optional
@@ -756,7 +756,7 @@ class Method(Strategy):
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned; `start` then resumes from there.
+        """Restore a state that :meth:`state_dict` returned; `run` then resumes from it.
 
         Raises
         ------
@@ -791,7 +791,7 @@ class Method(Strategy):
             feature.restored(self.spec)
 
     def _work_in_rounds(self, *_given: Any, **_named: Any) -> NoReturn:
-        """Raise UserError: a wrapping strategy calls it, which would train no client."""
+        """Raise UserError: only a wrapping strategy calls this, and would train no client."""
         name = type(self).__name__
         raise UserError(
             f"{name} acts on each update when it arrives: a strategy that works in rounds cannot "
@@ -822,16 +822,16 @@ class Method(Strategy):
 
     def weight_of(self, update: Update) -> float:
         """Return the weight that an update now has in the method's sum; see `Needs.sum_weight`."""
-        assert self.needs.sum_weight is not None, "only methods that declare it are asked"
+        assert self.needs.sum_weight is not None, "only called for methods that declare sum_weight"
         return self.needs.sum_weight(self.received(update))
 
     def received(self, update: Update) -> Update:
         """Return an update with its current staleness, age and base.
 
-        The staleness counts the changes of the model that the client trained, including those of a
-        cluster that continues its cluster after a split, or after a merge that kept its model. If
-        the client moved to another cluster, or its model is gone, all updates applied since it
-        received the model count.
+        The staleness is the number of changes of the model that the client trained. After a split,
+        or a merge that kept the model, changes of the succeeding cluster count. If the client moved
+        to another cluster, or its model is gone, all updates applied since it received the model
+        count.
 
         Raises
         ------

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 class Timeline(Protocol):
     """A clock with waiting for replies, and capabilities of the grid.
 
-    Code tests for capabilities, never for classes.
+    Other code tests for these capabilities, never for classes of grids.
 
     Attributes
     ----------
@@ -191,14 +191,14 @@ def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
     """
     if isinstance(grid, Timeline):
         return grid
-    # Its imports include HTTP clients, unneeded in a simulation.
+    # Imported late, as it imports HTTP clients, which simulations do not need.
     from raceme.flower.grid import prompt
 
     return WallTimeline(prompt(grid), start=start)
 
 
 # -----------------------------------------------------------------------------
-# Reports of a grid's messages and online changes, for accounts of time and bytes.
+# Reports of a grid's messages and of nodes that come and go, for accounts of time and bytes.
 # -----------------------------------------------------------------------------
 
 

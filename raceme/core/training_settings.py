@@ -39,7 +39,7 @@ class TrainingOptions:
         """Return the settings of the run's training messages, without defaults."""
         own = {key_of(item.name): item for item in fields(TrainingOptions)}
         values = {key: getattr(self, item.name) for key, item in own.items()}
-        # Apps of users that know Flower's strategies expect the first three.
+        # Users' apps that are written for Flower's strategies expect the first three.
         stated = tuple(own)[:3]
         return {k: v for k, v in values.items() if k in stated or v != own[k].default}
 
@@ -48,8 +48,8 @@ class TrainingOptions:
 class TrainingSettings(TrainingOptions):
     """Settings of one local training; a ValueError refuses those out of range.
 
-    Those without a key are parts of methods. Keras' ``l2(s)`` is s ‖w‖², so that the `weight_decay`
-    λ is 2 s.
+    Settings without a key of the run belong to methods. Keras' ``l2(s)`` is s ‖w‖², which
+    corresponds to a `weight_decay` λ of 2 s.
     """
 
     lr: float = option(0.01, "learning rate η of the local optimiser", above=0)
@@ -82,9 +82,9 @@ class TrainingSettings(TrainingOptions):
         stated = {name: settings[key] for name, key in keys.items() if key in settings}
         own = (tuple(values.items()), tuple(stated.items()))
         kinds = tuple(type(value) for value in (*values.values(), *stated.values()))
-        # Most tasks of a run are told the same. Lists are not valid, and not hashable.
+        # Cached, as most tasks have the same settings. Lists are invalid, and not hashable.
         make = _made if list not in kinds else _made.__wrapped__
-        # mypy takes no class of this method's for hashable.
+        # mypy does not recognise the values as hashable.
         kind: Any = cls
         made: Self = make(kind, *own, kinds, lr_scale)
         return made

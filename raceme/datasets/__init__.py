@@ -99,9 +99,11 @@ def with_defaults(config: RunConfig) -> RunConfig:
     """
     config = with_clients(config)
     chosen = source_of(config)
-    model, lr = chosen.default_model, chosen.default_lr
+    stated = chosen.defaults(config)
+    model, lr = stated.model, chosen.default_lr
     if model is None and config.model is None:
         model, lr = suited(data_shape(config))
+    lr = lr if stated.lr is None else stated.lr
     return config.with_values(
         model=model if config.model is None else config.model,
         lr=lr if config.lr is None else config.lr,
@@ -148,8 +150,9 @@ def default_target(config: RunConfig) -> float:
         There is no such dataset, or it cannot be read.
     """
     source = source_of(config)
-    if source.default_model is not None:
-        return source.target_accuracy
+    stated = source.defaults(config).target_accuracy
+    if stated is not None:
+        return stated
     return suited_target(data_shape(config), source.target_accuracy)
 
 
@@ -173,9 +176,9 @@ def data_shape(config: RunConfig) -> DataShape:
 
 
 def described(config: RunConfig) -> Dataset:
-    """Return a dataset for how inputs are normalised and what classes are called.
+    """Return a dataset that describes the normalisation of inputs and the names of classes.
 
-    Its samples are none where the source uses inputs as they are.
+    It has no samples if the source uses inputs unchanged.
     """
     source = source_of(config)
     if (form := source.form(config)) is not None:
@@ -215,8 +218,8 @@ def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
 def constant_guess(config: RunConfig) -> float | None:
     """Return the clients' mean accuracy if each always predicts its most frequent training label.
 
-    Of a regression, the mean absolute error of each client's mean training label. Data that move
-    on count as they are at the beginning, when a client may have none; None if none has any.
+    For a regression, it is the mean absolute error of each client's mean training label. Under
+    drift, the initial data count, which some clients may lack; None if all lack them.
     """
     target, scores = data_shape(config).target, []
     for client in range(config.num_clients):
@@ -231,7 +234,7 @@ def constant_guess(config: RunConfig) -> float | None:
 
 
 def client_names(config: RunConfig) -> tuple[str, ...]:
-    """Return the clients' names in a simulation; none where they have numbers only."""
+    """Return the clients' names in a simulation; empty if they have numbers only."""
     return _drift_of_all(with_clients(config)).dealt.dataset.names
 
 

@@ -190,7 +190,7 @@ class Dealt:
                 drawn[group] = next(iter(drawn.values()))
                 continue
             count = int(number) if number >= 1 else max(1, round(number * len(pool)))
-            # At least one is left for testing the cluster's model on other samples.
+            # At least one sample remains, to test the cluster's model on other samples.
             if count >= len(pool):
                 raise UserError(
                     f"proxy '{self.config.proxy}' asks for {count} test samples of distribution "
@@ -234,7 +234,7 @@ class Dealt:
         }
 
     def _divided(self, client: int) -> tuple[Indices, Indices]:
-        """Return the training and the test samples of a client as they were dealt."""
+        """Return the training and the test samples of a client, as partitioned."""
         position = self._position(client)
         own, config = self.partition.indices[position], self.config
         if self.dataset.test_users is not None:

@@ -70,7 +70,7 @@ class Schedule:
         updates : int
             Updates that the run has applied.
         uploads : int
-            Those of the client.
+            Uploads of the client.
         rounds : int, optional
             Completed rounds; None for a method without rounds.
 
@@ -129,7 +129,7 @@ def parse_schedule(text: str) -> Schedule:
     """
     plain = text.strip().lower()
     period = plain.startswith("every ")
-    parts = [_moment(part, text, period) for part in plain.removeprefix("every ").split(",")]
+    parts = [_parse_time(part, text, period) for part in plain.removeprefix("every ").split(",")]
     units = {unit for unit, _ in parts}
     amounts = tuple(amount for _, amount in parts)
     if len(units) > 1:
@@ -144,7 +144,7 @@ def parse_schedule(text: str) -> Schedule:
     return Schedule(unit, every=amounts[0]) if period else Schedule(unit, amounts)
 
 
-def _moment(part: str, text: str, period: bool) -> tuple[Unit, float]:
+def _parse_time(part: str, text: str, period: bool) -> tuple[Unit, float]:
     """Parse a number with its unit; a period may omit the number 1."""
     match = _MOMENT.fullmatch(part.strip())
     if match is None or (match[1] is None and not period):
@@ -293,8 +293,8 @@ class Evolution(Generic[State]):
     start : State
         The state of step 0.
     advance : Callable
-        Returns the state of a step, given the one before it and the step's number. It leaves the
-        one before as it was.
+        Returns the state of a step, given the previous state, which it does not change, and the
+        step's number.
     """
 
     def __init__(self, start: State, advance: Callable[[State, int], State]) -> None:
@@ -303,7 +303,7 @@ class Evolution(Generic[State]):
         self._kept: OrderedDict[int, State] = OrderedDict()
 
     def at(self, step: int) -> State:
-        """Return the state at a step, replayed from the nearest earlier one that is kept."""
+        """Return the state at a step, computed from the nearest stored earlier one."""
         earlier = max((kept for kept in self._kept if kept <= step), default=0)
         state = self._kept[earlier] if earlier else self._start
         for number in range(earlier + 1, step + 1):
@@ -316,17 +316,17 @@ class Evolution(Generic[State]):
 
 
 # -----------------------------------------------------------------------------
-# Drifts that change what a client already has: its images, its labels, its noise, its amount.
+# Drifts that change a client's own samples: their images, labels, noise, or number.
 # -----------------------------------------------------------------------------
 
 
 _QUARTERS = 4
-"""Steps of a gradual drift in a run, if nothing else is asked for."""
+"""Default number of steps of a gradual drift in a run."""
 
 
 @dataclass(frozen=True)
 class ShareOptions(DriftOptions):
-    """An option of every drift that may spare some clients."""
+    """Option of drifts that may affect only some clients."""
 
     drift_share: float = option(1.0, "share of the clients that drift", above=0, high=1)
 
@@ -337,18 +337,18 @@ class SomeClients(Drift):
     options_type = ShareOptions
 
     def drifts(self, client: int) -> bool:
-        """Return whether a client is one of those that drift."""
+        """Return whether a client drifts."""
         count = max(1, round(self.options.drift_share * self.dealt.clients))
         return client in self.rng("who").permutation(self.dealt.clients)[:count]
 
     def data(self, client: int, step: int) -> ClientData:
-        """Return the data as dealt out, changed by so many steps."""
+        """Return the partitioned data, changed by the drift of `step` steps."""
         data = self.dealt.data(client)
         moved = step > 0 and self.drifts(client)
         return self.changed(data, client, step) if moved else data
 
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
-        """Return data changed by so many steps, at least one."""
+        """Return data changed by the drift of `step` steps, at least one."""
         raise TypeError(f"{type(self).__name__} does not define changed().")
 
 
@@ -399,8 +399,8 @@ class LabelShift(SomeClients):
         classes = self.dealt.dataset.num_classes
         if self.options.label_shift % classes == 0:
             raise UserError(
-                f"label-shift {self.options.label_shift} leaves the labels of {classes} classes "
-                f"as they are: give another number."
+                f"label-shift {self.options.label_shift} does not change the labels of {classes} "
+                f"classes: give another number."
             )
 
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
@@ -419,14 +419,14 @@ class NoiseDriftOptions(ShareOptions):
     )
 
 
-class Noise(SomeClients):
+class NoiseDrift(SomeClients):
     """Gaussian noise that grows by noise-growth per step, as in a wearing sensor."""
 
     options_type = NoiseDriftOptions
     planned_steps = _QUARTERS
 
     def check(self) -> None:
-        """Raise UserError if the inputs are no quantities."""
+        """Raise UserError if the inputs are not quantities."""
         if self.dealt.dataset.tokens:
             raise UserError(
                 f"drift noise adds to quantities, and {self.dealt.config.dataset} has text: take "
@@ -434,7 +434,7 @@ class Noise(SomeClients):
             )
 
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
-        """Return noisier inputs; a sample's noise is the same but for its size at every step."""
+        """Return noisier inputs; a sample's noise only grows in size from step to step."""
         level = np.float32(step * self.options.noise_growth)
         train, test = (
             inputs
@@ -468,17 +468,17 @@ class IncrementalOptions(DriftOptions):
 class Incremental(Drift):
     """Growing training data: 25 % at first, 25 % more at every step.
 
-    The shares are those of all that a client will have, as the text of Duan et al. 2022 says.
-    Their code takes each share of what the one before has left, so that a client's samples become
-    fewer: 25, 12.5, 9.4 and 9.4 % (``incremental-of=rest``). The test samples are all there from
-    the beginning, as their distribution does not change.
+    Shares refer to all samples of a client, as in the text of Duan et al. 2022. In their code each
+    share refers to the previous remainder, so that a client has fewer and fewer new samples: 25,
+    12.5, 9.4 and 9.4 % (``incremental-of=rest``). All test samples are available from the
+    beginning, as their distribution does not change.
     """
 
     options_type = IncrementalOptions
     planned_steps = _QUARTERS
 
     def data(self, client: int, step: int) -> ClientData:
-        """Return the part that is there by now; what was there stays."""
+        """Return the part that is available at a step, which includes those of earlier steps."""
         dealt = self.dealt.data(client)
         share, count = self._share(step), len(dealt.y_train)
         data = replace(dealt, all_training=count)
@@ -489,12 +489,12 @@ class Incremental(Drift):
         return _training(data, own)
 
     def _share(self, step: int) -> float:
-        """Return the share of a client's samples that is there at a step."""
+        """Return the share of a client's samples that is available at a step."""
         start: float = self.options.incremental_start
         more: float = self.options.incremental_more
         if self.options.incremental_of == "original":
             return min(1.0, start + step * more)
-        # From the step on at which the share is 1, nothing changes any more.
+        # Once the share is 1, nothing changes any more.
         last = min(step, math.ceil((1.0 - start) / more))
         return math.prod(min(1.0, start + number * more) for number in range(last + 1))
 
@@ -523,7 +523,7 @@ class Swap(Drift):
 
     @classmethod
     def default_schedule(cls, config: RunConfig) -> str:
-        """Return one step for as many updates as there are clients, the size of a round."""
+        """Return a schedule with one step per `clients` updates, the size of a round."""
         return f"every {config.num_clients} updates"
 
     def check(self) -> None:
@@ -543,7 +543,7 @@ class SwapAll(Swap):
     """Swap of all training and test samples, and the group, between pairs of clients."""
 
     def data(self, client: int, step: int) -> ClientData:
-        """Return what was dealt out to the client whose data it has now."""
+        """Return the partitioned data of the client whose data it has now."""
         return self.dealt.data(int(self._origins.at(step)[client]))
 
     def groups(self, step: int) -> tuple[int | None, ...]:
@@ -552,7 +552,7 @@ class SwapAll(Swap):
 
     @cached_property
     def _origins(self) -> Evolution[Indices]:
-        """The client to which each client's data were dealt, shape (clients,)."""
+        """The original owner of each client's present data, shape (clients,)."""
         return Evolution(np.arange(self.dealt.clients), self._exchanged)
 
     def _exchanged(self, origins: Indices, step: int) -> Indices:
@@ -569,8 +569,8 @@ class SwapPart(Swap):
         """Raise UserError if no two clients have labels of their own."""
         super().check()
         self.needs_labels()
-        owned = {frozenset(np.flatnonzero(row).tolist()) for row in self._as_dealt.sum(axis=0)}
-        # Neither has all that the other has.
+        owned = {frozenset(np.flatnonzero(row).tolist()) for row in self._dealt_counts.sum(axis=0)}
+        # Each has a label that the other lacks.
         if all(one <= other or other <= one for one in owned for other in owned):
             raise UserError(
                 "drift swap-part exchanges labels that only one of two clients has, and there are "
@@ -578,7 +578,7 @@ class SwapPart(Swap):
             )
 
     def data(self, client: int, step: int) -> ClientData:
-        """Return what the client kept, and what it got from each of the others."""
+        """Return the samples that the client kept, and those from the other clients."""
         mine = self._holders.at(step) == client
         origins = np.flatnonzero(mine.any(axis=1))
         if mine[client].all() and origins.tolist() == [client]:
@@ -591,7 +591,7 @@ class SwapPart(Swap):
         return ClientData(**joined, group=self.dealt.group(client))
 
     @cached_property
-    def _as_dealt(self) -> Indices:
+    def _dealt_counts(self) -> Indices:
         """Training and test samples of each label of each client, shape (2, clients, labels)."""
         dealt, labels = self.dealt, self.dealt.dataset.num_classes
         counts = np.empty((2, dealt.clients, labels), np.int64)
@@ -609,7 +609,7 @@ class SwapPart(Swap):
         return Evolution(clients, self._exchanged)
 
     def _exchanged(self, holders: Indices, step: int) -> Indices:
-        # A client is in one pair at most, so that what it had before the step decides.
+        # A client is in at most one pair, so that pairs can be processed in any order.
         counts = self._held(holders)
         after = holders.copy()
         for pair, (one, other) in enumerate(self.pairs(len(holders), step).tolist()):
@@ -621,15 +621,15 @@ class SwapPart(Swap):
         return after
 
     def _held(self, holders: Indices) -> Indices:
-        """Return what each client has now, in the shape of what it was dealt."""
-        counts = np.zeros_like(self._as_dealt)
-        for held, dealt in zip(counts, self._as_dealt, strict=True):
+        """Return each client's present samples of each label, shape (2, clients, labels)."""
+        counts = np.zeros_like(self._dealt_counts)
+        for held, dealt in zip(counts, self._dealt_counts, strict=True):
             np.add.at(held, (holders, np.arange(holders.shape[1])), dealt)
         return counts
 
 
 def _exchanged_labels(one: Indices, other: Indices, rng: np.random.Generator) -> tuple[int, ...]:
-    """Draw the labels that a pair exchanges, none if it has none to exchange.
+    """Draw the labels that a pair exchanges; none if no exchange is possible.
 
     Parameters
     ----------
@@ -644,14 +644,14 @@ def _exchanged_labels(one: Indices, other: Indices, rng: np.random.Generator) ->
         return ()
     label, back = int(rng.choice(given)), int(rng.choice(taken))
     moved = one[:, label] - other[:, back]
-    # A client without a sample to train with, or to test with, could not go on.
+    # Every client must keep a training sample and a test sample.
     if np.any(one.sum(axis=1) - moved < 1) or np.any(other.sum(axis=1) + moved < 1):
         return ()
     return label, back
 
 
 def _of_labels(data: ClientData, wanted: NDArray[np.bool_]) -> ClientData:
-    """Return the samples of some labels; `wanted` says which, shape (labels,)."""
+    """Return the samples of the labels in a mask, shape (labels,)."""
     train, test = wanted[data.y_train], wanted[data.y_test]
     return replace(
         _training(data, np.flatnonzero(train)), x_test=data.x_test[test], y_test=data.y_test[test]
@@ -762,7 +762,7 @@ class Mixture(Drift):
         return list(self._pools[0])[int(np.argmax(counts))]
 
     def _counts(self, client: int, rng: np.random.Generator) -> Indices:
-        """Draw how many samples come from each distribution, shape (groups,)."""
+        """Draw the number of samples from each distribution, shape (groups,)."""
         options, numbers = self.options, list(self._pools[0])
         groups = len(numbers)
         size = int(rng.integers(*self._sizes, endpoint=True))
@@ -802,9 +802,9 @@ class Mixture(Drift):
 #
 # After the label-swapping streams of Jothimurugesan et al., "Federated Learning under Distributed
 # Concept Drift" (FedDrift), AISTATS 2023: a client's data of each step follow one concept, the
-# change comes to clients at different steps, and with more than two concepts different new ones
-# come at the same time. Which client changes when is drawn: our reading, as are the labels that are
-# exchanged.
+# change reaches clients at different steps, and with more than two concepts different new ones
+# occur at the same time. The times of the changes are drawn, and the exchanged labels are fixed
+# (our readings).
 # -----------------------------------------------------------------------------
 
 
@@ -826,9 +826,9 @@ class Concepts(Drift):
     """Concepts that exchange two labels; each client changes concept at steps of its own.
 
     Concept 0 has the original labels; concept k exchanges labels 2k − 1 and 2k. All clients begin
-    with concept 0 and have every other once: client i first 1 + i mod (K − 1), then the following
-    ones in turn. The K − 1 steps at which it changes are drawn, without repetition, from 1 to
-    ``concept-steps`` − 1.
+    with concept 0 and have every other concept once: client i first 1 + i mod (K − 1), then the
+    following ones in turn. The K − 1 steps at which it changes are drawn, without repetition, from
+    1 to ``concept-steps`` − 1.
     """
 
     options_type = ConceptsOptions
@@ -930,7 +930,7 @@ class InOrder(Drift):
         if self.dealt.dataset.periods is None:
             raise UserError(
                 "drift in-order needs the time of each sample, and "
-                f"{self.dealt.config.dataset} has none: take gas-drift or beijing-air."
+                f"{self.dealt.config.dataset} has none: take npz-folder, with an array period."
             )
         lag, last = self.options.in_order_lag, self._last
         if lag > last:
@@ -1068,8 +1068,8 @@ class Tasks(Drift):
 #
 # C-FAACL's experiments (Zhang, Waterloo 2024): ten time steps, each with new data, of the two
 # groups' data in one of the scenarios S1, S2, A1 and A2. In the sequential setting all clients have
-# the same concept at a step; in the multi-task setting each has one of the two. The order is not
-# told: here it is drawn, so that both occur.
+# the same concept at a step; in the multi-task setting each has one of the two. The thesis does
+# not state the order: here it is drawn, so that both occur.
 # -----------------------------------------------------------------------------
 
 
@@ -1123,7 +1123,7 @@ class ScenarioStream(Drift):
         end = ends.get(schedule.unit, 0)
         if not end:
             return
-        # Updates at the end count; the last moment in time is not reached.
+        # The last update counts, but the end in time is exclusive.
         last = end - (1 if schedule.unit != "seconds" else 1e-6)
         count = int(last)
         met = 1 + schedule.step(last, count, count, count)

@@ -29,6 +29,7 @@ from raceme.datasets import source
 from raceme.datasets.npz import (
     FOUR_ARRAYS,
     LABEL_ARRAYS,
+    PERIOD,
     NpzOptions,
     checked_part,
     dataset_of,
@@ -43,11 +44,11 @@ from raceme.datasets.source import Arrays, Dataset, Source, cache_entry, cached
 
 
 _USUAL = ("label", "labels", "target", "y", "class")
-"""Names of a column with labels that need not be stated."""
+"""Usual names of the column of labels, which need not be stated."""
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnRoles:
     """Columns of a table."""
 
     target: str = option("", f"column with the labels (empty: {', '.join(_USUAL)})")
@@ -56,9 +57,9 @@ class Columns:
     unit: str | None = option(None, "unit of a quantity to predict, may be empty (auto: classes)")
 
     def of(self, path: Path, table: Mapping[str, Any], given: Any = None) -> dict[str, Any]:
-        """Return inputs and labels of a table, as an .npz file has them.
+        """Return inputs and labels of a table, in the form of an .npz file.
 
-        Names of classes are those of a Hugging Face Dataset, if it is given, too.
+        If `given` is a Hugging Face Dataset, the names of its classes are included.
 
         Raises
         ------
@@ -94,7 +95,7 @@ class Columns:
     def by_client(
         self, path: Path, table: Mapping[str, Any], given: Any = None
     ) -> dict[str, dict[str, Any]]:
-        """Return the same by client, in the order in which they appear."""
+        """Return inputs and labels by client, in order of appearance."""
         if not self.client_id:
             raise UserError(
                 f"{path} has the columns {', '.join(table)}: name the one with the clients' names, "
@@ -121,7 +122,7 @@ def _table_of(given: Any) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class TableOptions(Columns, NpzOptions):
+class TableOptions(ColumnRoles, NpzOptions):
     """Location and columns of a CSV file."""
 
 
@@ -150,7 +151,7 @@ class Table(Source):
         return cached("table", [path], named, lambda: _split(path, read_csv(path), options))
 
 
-def _split(path: Path, table: Mapping[str, Any], columns: Columns, given: Any = None) -> Arrays:
+def _split(path: Path, table: Mapping[str, Any], columns: ColumnRoles, given: Any = None) -> Arrays:
     """Return the samples of all clients of one table."""
     by_client = columns.by_client(path, table, given)
     parts = {
@@ -276,7 +277,7 @@ _FINGERPRINT = 32
 """Hexadecimal digits of the fingerprint, 128 bits."""
 
 
-def keep(data: Any, columns: Columns | None = None) -> str:
+def keep(data: Any, columns: ColumnRoles | None = None) -> str:
     """Check the data of all clients and write them to the cache, until this process ends.
 
     Parameters
@@ -286,7 +287,7 @@ def keep(data: Any, columns: Columns | None = None) -> str:
         arrays or tensors; a Dataset or data frame, or two, for training and for testing; or a
         mapping with the names of an .npz file: x, y, heldout, group, num_classes, unit. Or one data
         frame or Dataset of all clients.
-    columns : Columns, optional
+    columns : ColumnRoles, optional
         The columns of tables.
 
     Returns
@@ -299,7 +300,7 @@ def keep(data: Any, columns: Columns | None = None) -> str:
     UserError
         The data have another form or are inconsistent.
     """
-    arrays = _arrays_of(data, columns or Columns())
+    arrays = _arrays_of(data, columns or ColumnRoles())
     digest = hashlib.sha256()
     for name, values in sorted(arrays.items()):
         digest.update(f"{name} {values.dtype.str} {values.shape} ".encode())
@@ -314,7 +315,7 @@ def keep(data: Any, columns: Columns | None = None) -> str:
     return fingerprint
 
 
-def _arrays_of(data: Any, columns: Columns) -> Arrays:
+def _arrays_of(data: Any, columns: ColumnRoles) -> Arrays:
     """Return the checked samples of all clients."""
     if not isinstance(data, Mapping | list | tuple) and (table := _table_of(data)) is not None:
         return _split(Path("data"), table, columns, data)
@@ -353,14 +354,14 @@ _TRIES = 100
 def _hold(folder: Path) -> bool:
     """Lock a copy until the end of the process, which then removes it.
 
-    Returns whether it is there: another thread or process may remove it before it is locked.
+    Return whether it exists: another thread or process may remove it before it is locked.
     """
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
         return False
     with suppress(OSError):
-        # Waits until another has removed it.
+        # Waits until another process has removed it.
         fcntl.flock(handle, fcntl.LOCK_SH)
         if os.path.samestat(os.fstat(handle), folder.stat()):
             unused, _held[folder] = _held.get(folder), handle
@@ -390,7 +391,7 @@ def _remove_unused(folders: Iterable[Path]) -> None:
                 os.close(handle)
 
 
-def _arrays(path: Path, given: Any, columns: Columns) -> dict[str, NDArray[Any]]:
+def _arrays(path: Path, given: Any, columns: ColumnRoles) -> dict[str, NDArray[Any]]:
     """Return the arrays of one client by name."""
     if isinstance(given, Mapping) and given.keys() == {"train", "test"}:
         given = (given["train"], given["test"])
@@ -408,7 +409,8 @@ def _arrays(path: Path, given: Any, columns: Columns) -> dict[str, NDArray[Any]]
             f"{path} must be {_EXPECTED_CLIENT}; got an object of type {type(given).__name__}."
         )
     needed = ("x", "y") if "x" in given else FOUR_ARRAYS
-    unknown = given.keys() - {*needed, "heldout", "group", "class_names", *LABEL_ARRAYS}
+    others = {"heldout", "group", PERIOD, "class_names", *LABEL_ARRAYS}
+    unknown = given.keys() - {*needed, *others}
     if unknown or (missing := [name for name in needed if name not in given]):
         problem = f"has {sorted(map(str, unknown))[0]}" if unknown else f"lacks {missing[0]}"
         raise UserError(f"{path} {problem}. Expected: {_EXPECTED_CLIENT}.")
@@ -426,7 +428,7 @@ def _is_dataset(given: Any) -> bool:
     return hasattr(given, "__getitem__") and not known
 
 
-def _samples(path: Path, given: Any, columns: Columns) -> dict[str, NDArray[Any]]:
+def _samples(path: Path, given: Any, columns: ColumnRoles) -> dict[str, NDArray[Any]]:
     """Return the inputs and the labels of a Dataset or a data frame."""
     try:
         if (table := _table_of(given)) is None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import error as ZlibError  # noqa: N812
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, os_errors_as_user_errors, plural
-from raceme.core.files import ReadingError, check_regular, check_room
+from raceme.core.errors import UserError, os_errors_as_user_errors
+from raceme.core.files import ReadingError, check_memory, check_regular
 from raceme.core.options import option
 from raceme.datasets import source
 from raceme.datasets.source import (
@@ -97,13 +95,8 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte",
 )
 """The idx files, uncompressed."""
-EMNIST_FILES = tuple(
-    f"emnist-letters-{part}-{kind}-ubyte"
-    for part in ("train", "test")
-    for kind in ("images-idx3", "labels-idx1")
-)
 _BYTES = 0x08
-"""The code of unsigned bytes in an idx file's head."""
+"""Code of unsigned bytes in the header of an idx file."""
 
 
 class IdxImages(ImageSource):
@@ -113,22 +106,16 @@ class IdxImages(ImageSource):
     ----------
     folders : tuple[str, ...]
         Folders under data-root that may hold the files.
-    files : tuple[str, ...]
-        Images and labels for training, and those for testing.
     mean, std : float
         Mean and deviation of the pixels, from 0 to 1.
-    labels : tuple[int, int]
-        Smallest and largest label in the files.
     classes : tuple[str, ...]
         Names of the classes.
     """
 
     fixed_shape: DataShape
     folders: tuple[str, ...]
-    files: tuple[str, ...] = MNIST_FILES
     mean: float
     std: float
-    labels = (0, 9)
     classes: tuple[str, ...] = ()
 
     def load(self, config: RunConfig) -> Dataset:
@@ -142,12 +129,12 @@ class IdxImages(ImageSource):
 
     def _found(self, config: RunConfig) -> list[Path]:
         """Return the files; fetch missing ones if requested."""
-        find, folder = source.all_of(self.files), Path(config.data_root) / self.folders[0]
+        find, folder = source.all_of(MNIST_FILES), Path(config.data_root) / self.folders[0]
         if self.torchvision and config.download and not find(folder):
             self._from_torchvision(config, folder)
-        missing = [name for name in self.files if not (folder / name).is_file()]
-        some = f" (missing: {', '.join(missing)})" if len(missing) < len(self.files) else ""
-        expected = f"{folder}/ with {', '.join(self.files)}, uncompressed{some}"
+        missing = [name for name in MNIST_FILES if not (folder / name).is_file()]
+        some = f" (missing: {', '.join(missing)})" if len(missing) < len(MNIST_FILES) else ""
+        expected = f"{folder}/ with {', '.join(MNIST_FILES)}, uncompressed{some}"
         hint = self._how_to_fetch(config)
         return source.find_under(config, self.name, self.folders, find, expected, hint)
 
@@ -157,11 +144,11 @@ class IdxImages(ImageSource):
             x, y = np.concatenate([train_x, test_x]), np.concatenate([train_y, test_y])
         except (UserError, ValueError) as error:
             raise self._unusable("read", files[0].parent, error, config) from error
-        side, (lowest, highest) = self.fixed_shape.input_shape[1], self.labels
+        side, highest = self.fixed_shape.input_shape[1], self.fixed_shape.num_classes - 1
         fits = x.shape[1:] == (side, side) and y.shape == (len(x),) and len(y) > 0
-        if not fits or not lowest <= y.min() <= y.max() <= highest:
+        if not fits or y.max() > highest:
             what = (
-                f"expected images of {side}x{side} pixels and as many labels from {lowest} to "
+                f"expected images of {side}x{side} pixels and as many labels from 0 to "
                 f"{highest}, got {x.shape} and {y.shape}"
             )
             raise self._unusable("read", files[0].parent, what, config)
@@ -169,7 +156,7 @@ class IdxImages(ImageSource):
 
     @property
     def _expected(self) -> str:
-        return f"Expected there: {', '.join(self.files)}, uncompressed."
+        return f"Expected there: {', '.join(MNIST_FILES)}, uncompressed."
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
@@ -242,35 +229,6 @@ class Usps(IdxImages):
     std = 0.3864
 
 
-class Emnist(IdxImages):
-    """EMNIST: the handwritten letters a to j, 28x28 pixels (data-root).
-
-    The files are those of Cohen et al. 2017.
-    """
-
-    fixed_shape = DataShape((1, 28, 28), 10)
-
-    name = "emnist"
-    folders = ("EMNIST/raw", "emnist", "")
-    files = EMNIST_FILES
-    mean, std = 0.0, 1.0
-    labels = (1, 26)
-    classes = tuple("abcdefghij")
-
-    def load(self, config: RunConfig) -> Dataset:
-        """Return train and test images of ten letters pooled, shape (N, 1, 28, 28)."""
-        dataset = super().load(config)
-        x: Any = dataset.x
-        return replace(dataset, mean=float(x.mean()) / 255, std=float(x.std()) / 255)
-
-    def _read(self, files: Sequence[Path], config: RunConfig) -> Arrays:
-        arrays = super()._read(files, config)
-        kept = arrays["y"] <= self.fixed_shape.num_classes
-        # Upright: the files store transposed images.
-        upright = np.ascontiguousarray(arrays["x"][kept].transpose(0, 1, 3, 2))
-        return {"x": upright, "y": arrays["y"][kept] - 1}
-
-
 # -----------------------------------------------------------------------------
 # Any folder of images, one folder per class; decoded once, then read from the cache.
 # -----------------------------------------------------------------------------
@@ -329,7 +287,7 @@ class ImageFolder(ImageSource):
             )
         tree = read_tree(Path(config.data_root))
         x = images(tree, config.read(ImageFolderOptions).image_size)
-        # Near the mean and deviation of photographs; one pair serves all channels.
+        # Typical mean and deviation of photographs, the same for all channels.
         classes = tree.classes
         return Dataset(x, tree.labels, len(classes), mean=0.5, std=0.25, labels=classes)
 
@@ -386,7 +344,7 @@ def _by_class(folder: Path) -> Mapping[str, Sequence[Path]]:
 
 def _decoded(files: Sequence[Path], size: int) -> NDArray[np.uint8]:
     first = _decode(files[0], size)
-    check_room(2 * len(files) * first.size, f"All {len(files)} images, each like {files[0]},")
+    check_memory(2 * len(files) * first.size, f"All {len(files)} images, each like {files[0]},")
     pixels = np.empty((len(files), 3, *first.shape[:2]), np.uint8)
     for index, file in enumerate(files):
         image = _decode(file, size)
@@ -474,156 +432,3 @@ class Cifar10(ImageSource):
                 f"{x.shape[3]}x{x.shape[2]} in {len(tree.classes)}; other images: image-folder."
             )
         return Dataset(x, tree.labels, 10, mean=_MEAN, std=_STD, labels=tree.classes)
-
-
-# -----------------------------------------------------------------------------
-# Digits of different origin: the same ten classes in several image sets.
-#
-# Li and Zhu, "Towards Client Driven Federated Learning" (CDFL), mix the digits of MNIST and USPS,
-# of SVHN's house numbers, and of CCPD's number plates.
-# -----------------------------------------------------------------------------
-
-
-_GREY, _COLOUR = (1, 28, 28), (3, 32, 32)
-"""Shapes of the images: MNIST's, or the paper's if an origin has colours."""
-_SVHN = ("train_32x32.mat", "test_32x32.mat")
-_SVHN_FOLDERS = ("SVHN", "svhn", "")
-_CCPD_FOLDERS = ("CCPD", "ccpd", "ccpd_digits")
-_CLASSES = 10
-_UNREADABLE_SET = (OSError, ValueError, TypeError, LookupError, NotImplementedError, ZlibError)
-"""Exceptions of scipy for a file that is damaged or no Matlab file of a known version."""
-
-
-@dataclass(frozen=True)
-class OriginOptions:
-    """Options of the sets of digits."""
-
-    origins: str = option(
-        "mnist,usps",
-        "digit sets, one group each: mnist, usps, svhn, ccpd; + joins sets into one group",
-    )
-
-
-class DigitsByOrigin(ImageSource):
-    """Digits of MNIST and USPS, optionally SVHN and CCPD, one group per origin (data-root)."""
-
-    has_clients = True
-    options_type = OriginOptions
-
-    def load(self, config: RunConfig) -> Dataset:
-        """Return the digits of all origins in one shape; groups have equal numbers of clients.
-
-        A client has a random part of its group's samples; the origins of a group mix by size.
-        """
-        groups = _groups(config)
-        what = f"digits-by-origin has {plural(len(groups), 'group')}"
-        sharers = source.shared_out(config, len(groups), what)
-        shape = self.shape(config).input_shape
-        parts = [_READERS[name](config) for names in groups for name in names]
-        x = np.concatenate([_shaped(own, shape) for own, _ in parts])
-        y = np.concatenate([labels for _, labels in parts])
-        sizes = iter([len(labels) for _, labels in parts])
-        positions = source.spans([sum(next(sizes) for _ in names) for names in groups])
-        rng = source.generator(config.seed, "digits-by-origin")
-        users: list[Indices] = []
-        for names, own, clients in zip(groups, positions, sharers, strict=True):
-            if len(own) < 2 * len(clients):
-                raise UserError(
-                    f"origin {'+'.join(names)} has {len(own)} digits, too few for "
-                    f"{len(clients)} clients: take fewer."
-                )
-            shuffled = rng.permutation(own)
-            users.extend(np.sort(part) for part in np.array_split(shuffled, len(clients)))
-        true = np.repeat(np.arange(len(groups)), [len(clients) for clients in sharers]).tolist()
-        mean, std = (Mnist.mean, Mnist.std) if shape == _GREY else (0.5, 0.25)
-        return Dataset(x, y, _CLASSES, mean, std, users=tuple(users), groups=tuple(true))
-
-    def shape(self, config: RunConfig) -> DataShape:
-        """Return the shape without loading: MNIST's, unless an origin has colours."""
-        names = {name for group in _groups(config) for name in group}
-        return DataShape(_COLOUR if names & {"svhn", "ccpd"} else _GREY, _CLASSES)
-
-
-def _groups(config: RunConfig) -> list[list[str]]:
-    """Read the key ``origins``: groups separated by commas, what is in a group joined by +."""
-    text = config.read(OriginOptions).origins
-    groups = [[name.strip() for name in part.split("+")] for part in text.lower().split(",")]
-    names = [name for group in groups for name in group]
-    if len(names) != len(set(names)) or not set(names) <= set(_READERS):
-        raise UserError(
-            f"origins '{text}' must name each of {', '.join(_READERS)} at most once, e.g. "
-            "mnist,usps or mnist+usps,svhn."
-        )
-    return groups
-
-
-def _pooled_digits(source: type[Source], config: RunConfig) -> tuple[_Images, Indices]:
-    data = source().load(config)
-    return np.asarray(data.x, np.uint8), data.y
-
-
-def _svhn(config: RunConfig) -> tuple[_Images, Indices]:
-    """Read SVHN's cropped digits, in torchvision's files."""
-    expected = f"SVHN/ with {' and '.join(_SVHN)}, the cropped digits"
-    find = source.all_of(_SVHN)
-    files = source.find_under(config, "svhn", _SVHN_FOLDERS, find, expected)
-    arrays = cached("svhn", files, (1,), partial(_read_svhn, files))
-    return np.asarray(arrays["x"]), np.array(arrays["y"], np.int64)
-
-
-def _read_svhn(files: list[Path]) -> Arrays:
-    # Imported here because it is slow and few processes need it.
-    from scipy.io import loadmat
-
-    xs, ys = [], []
-    for file in files:
-        try:
-            content = loadmat(file)
-            # (height, width, channels, samples); the digit 0 has the label 10.
-            x, y = np.moveaxis(content["X"], (3, 2), (0, 1)), content["y"].ravel() % _CLASSES
-        except _UNREADABLE_SET as error:
-            raise UserError(f"Cannot read {file} as SVHN's digits: {error}.") from None
-        if x.shape[1:] != _COLOUR or x.dtype != np.uint8 or len(x) != len(y):
-            raise UserError(
-                f"{file} must hold X of shape (32, 32, 3, n) in bytes and n labels y; got "
-                f"{content['X'].shape} and {len(y)}."
-            )
-        xs.append(x)
-        ys.append(y.astype(np.int64))
-    return {"x": np.concatenate(xs), "y": np.concatenate(ys)}
-
-
-def _ccpd(config: RunConfig) -> tuple[_Images, Indices]:
-    """Read digits cut from number plates: images in folders named 0 to 9."""
-    expected = (
-        f"{_CCPD_FOLDERS[0]}/ with images in folders named 0 to 9, or train/ and test/ with such "
-        "folders, cut from the plates"
-    )
-
-    folder = source.find_under(config, "ccpd", _CCPD_FOLDERS, source.existing, expected)
-    tree = read_tree(folder)
-    if not set(tree.classes) <= set(map(str, range(_CLASSES))):
-        raise UserError(f"{folder} has folders {', '.join(tree.classes)}: expected {expected}.")
-    digits = np.array([int(name) for name in tree.classes])
-    return images(tree, _COLOUR[1]), digits[tree.labels]
-
-
-_READERS: dict[str, Callable[[RunConfig], tuple[_Images, Indices]]] = {
-    "mnist": partial(_pooled_digits, Mnist),
-    "usps": partial(_pooled_digits, Usps),
-    "svhn": _svhn,
-    "ccpd": _ccpd,
-}
-
-
-def _shaped(x: _Images, shape: tuple[int, ...]) -> _Images:
-    """Resize images bilinearly to a shape at least as large; copy grey to all channels."""
-    channels, side = shape[0], shape[1]
-    if x.shape[2] != side:
-        # Imported here because it takes seconds; cached images do not need it.
-        import torch
-        from torch.nn.functional import interpolate
-
-        small = torch.from_numpy(np.asarray(x, np.float32))
-        x = interpolate(small, (side, side), mode="bilinear").round().to(torch.uint8).numpy()
-    return x if x.shape[1] == channels else np.repeat(x, channels, axis=1)

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.files import ReadingError, free_bytes, parse_json, read_text
 from raceme.core.options import option
-from raceme.datasets import npz, source
+from raceme.datasets import source
 from raceme.datasets.npz import MOST_CLASSES, NpzFolder, standardised
-from raceme.datasets.source import Arrays, Dataset, DataShape, Indices, Source, cached
+from raceme.datasets.source import Arrays, Dataset, DataShape, Defaults, Indices, Source, cached
 
 _PARSED = 8
 """Minimum memory of parsed JSON per byte."""
@@ -400,7 +399,6 @@ class Characters(NpzFolder):
     default_lr = 0.01
     default_clients = 200
     options_type = CharacterOptions
-    inner = ("unipen_by_writer",)
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the largest writers, one client each."""
@@ -424,6 +422,13 @@ class Characters(NpzFolder):
                 groups=groups,
             )
         )
+
+    def defaults(self, config: RunConfig) -> Defaults:
+        """Return the defaults of the papers."""
+        return Source.defaults(self, config)
+
+    def _folders(self, config: RunConfig) -> Sequence[str]:
+        return ("", "unipen_by_writer")
 
     def count_clients(self, config: RunConfig) -> int:
         """Return 200, as in the papers, or all writers if fewer."""
@@ -520,114 +525,3 @@ class Femnist(LeafSource):
                 f"sample, and y with as many labels from 0 to {CLASSES - 1}."
             )
         return np.round(inputs * 255).astype(np.uint8), labels
-
-
-# -----------------------------------------------------------------------------
-# Text by role or author: the next character from those before it.
-# -----------------------------------------------------------------------------
-
-
-_EXPECTED_TEXT = (
-    "Expected in it: text, uint8 of shape (characters,), and offset, whole numbers of shape "
-    "(roles + 1,): role i said text[offset[i]:offset[i + 1]]"
-)
-_INNER = ("", "shakespeare_by_role")
-"""Folders that are looked for under data-root."""
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Options of text samples; the length is that of LEAF's Shakespeare."""
-
-    text_length: int = option(80, "characters in an input", low=1)
-    text_step: int = option(80, "characters between the starts of two samples", low=1)
-
-
-class Text(Source):
-    """Next-character prediction over 80 characters, one client per role of a play (data-root)."""
-
-    default_lr = 0.5
-    target_accuracy = 0.4
-    default_clients = 100
-    has_clients = True
-    options_type = TextOptions
-
-    def load(self, config: RunConfig) -> Dataset:
-        """Return the samples of the roles with most text, each role's last for testing."""
-        path, arrays, roles = self._roles(config)
-        options = config.read(TextOptions)
-        there = f"only {len(roles)} roles in {path} have text for a sample to train with and one to"
-        source.check_clients(config, len(roles), f"{there} test with. Take fewer clients.")
-        starts, users, test_users = [], [], []
-        count = 0
-        for role in roles[: config.num_clients].tolist():
-            first, last = arrays["offset"][role], arrays["offset"][role + 1]
-            train, test = _starts(int(last - first), config.test_fraction, options)
-            starts += [first + train, first + test]
-            users.append(np.arange(count, count + len(train)))
-            test_users.append(users[-1][-1] + 1 + np.arange(len(test)))
-            count += len(train) + len(test)
-        at = np.concatenate(starts)
-        symbols = arrays["symbols"]
-        return Dataset(
-            # A copy, because windows of the text overlap.
-            x=sliding_window_view(symbols, options.text_length)[at],
-            y=symbols[at + options.text_length].astype(np.int64),
-            num_classes=int(arrays["vocabulary"]),
-            users=tuple(users),
-            test_users=tuple(test_users),
-            tokens=int(arrays["vocabulary"]),
-        )
-
-    def count_clients(self, config: RunConfig) -> int:
-        """Return 100, or all roles with enough text if fewer."""
-        return max(1, min(self.default_clients, len(self._roles(config)[2])))
-
-    def _roles(self, config: RunConfig) -> tuple[Path, Arrays, Indices]:
-        """Return the file, its text, and the roles with enough text, by decreasing length."""
-        path = self._file(config)
-        arrays = cached("text", [path], (1,), lambda: _read(path))
-        lengths = np.diff(arrays["offset"])
-        options = config.read(TextOptions)
-        order = np.argsort(-lengths, kind="stable")
-        enough = [
-            min(map(len, _starts(int(lengths[role]), config.test_fraction, options))) > 0
-            for role in order
-        ]
-        return path, arrays, order[enough]
-
-    def _file(self, config: RunConfig) -> Path:
-        def find(folder: Path) -> Path | None:
-            found = sorted(folder.glob("*.npz"))
-            return found[0] if len(found) == 1 else None
-
-        expected = "one .npz file, and there is not one"
-        return source.find_under(config, "text", _INNER, find, expected, f"{_EXPECTED_TEXT}.")
-
-
-def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[Indices, Indices]:
-    """Return the starts of disjoint training and test samples in a text of some length."""
-    cut = int(length * (1.0 - test_fraction))
-    train = np.arange(0, cut - options.text_length, options.text_step)
-    test = np.arange(cut, length - options.text_length, options.text_step)
-    return train, test
-
-
-def _read(path: Path) -> Arrays:
-    """Read the text; its characters are numbered from 0 in the order of their codes."""
-    arrays = npz.arrays_of(path, ("offset", "text"), _EXPECTED_TEXT)
-    text, offset = arrays["text"], arrays["offset"]
-    fits = text.dtype == np.uint8 and text.ndim == 1 and offset.dtype.kind in "iu"
-    fits = fits and offset.ndim == 1 and len(offset) > 1 and int(offset[-1]) <= len(text)
-    # Differences of unsigned integers are unsigned.
-    if not fits or offset[0] < 0 or np.any(offset[1:] < offset[:-1]):
-        raise UserError(
-            f"{path} does not fit together: text is {text.dtype} of shape {text.shape}, offset "
-            f"{offset.dtype} of shape {offset.shape}. {_EXPECTED_TEXT}."
-        )
-    codes, symbols = np.unique(text, return_inverse=True)
-    return {
-        "symbols": symbols.astype(np.uint8),
-        "offset": offset.astype(np.int64),
-        "vocabulary": np.array(len(codes)),
-    }

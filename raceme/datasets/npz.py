@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.config import RunConfig, read_tree
+from raceme.core.errors import UserError, check_known
 from raceme.core.files import ReadingError, Stamp, file_stamp
-from raceme.core.options import option
+from raceme.core.options import convert, declared, option
+from raceme.core.registry import MODELS
 from raceme.datasets import source
 from raceme.datasets.source import (
     Arrays,
     Dataset,
     DataShape,
+    Defaults,
     Indices,
     Labels,
     Source,
@@ -41,6 +43,8 @@ MOST_CLASSES = 100_000
 """Models have an output per class: larger numbers are usually mistaken labels."""
 LABEL_ARRAYS = ("num_classes", "unit", "y_mean", "y_std")
 """Optional arrays that describe the labels of a file."""
+PERIOD = "period"
+"""Optional array: the period of each sample, for data that change over time."""
 _LONGEST_UNIT = 24
 """Maximum characters of a unit, which appears in tables and at axes."""
 _LARGEST = float(np.finfo(np.float32).max)
@@ -234,6 +238,8 @@ class Part(NamedTuple):
         Whether the file states the number of classes.
     labels : tuple[str, ...]
         Names of the classes, if stated.
+    periods : Indices or None
+        Period of each sample, if stated.
     """
 
     x: NDArray[np.generic]
@@ -244,6 +250,7 @@ class Part(NamedTuple):
     group: int | None = None
     is_stated: bool = False
     labels: tuple[str, ...] = ()
+    periods: Indices | None = None
 
 
 @dataclass(frozen=True)
@@ -308,7 +315,7 @@ class Npz(Source):
         return _common_shape({path: read(path) for path in present})
 
     def is_elsewhere(self, config: RunConfig) -> bool:
-        """Return whether no file is named, as on the server of real devices."""
+        """Return whether no file is given, as on the server of real devices."""
         return not config.read(NpzOptions).data_file
 
     def count_clients(self, config: RunConfig) -> int:
@@ -364,8 +371,11 @@ def checked_part(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
     is_stated = "num_classes" in arrays or bool(labels)
     largest = -1.0 if y.dtype.kind == "U" else float(y.max())
     num_classes = max(len(labels), num_classes_of(path, arrays, largest, quantity))
-    group = _group(path, arrays)
-    return Part(np.concatenate(x), y, test, num_classes, quantity, group, is_stated, labels)
+    group, stated = _group(path, arrays), arrays.get(PERIOD)
+    periods = None if stated is None else checked_labels(path, PERIOD, stated, len(y))
+    return Part(
+        np.concatenate(x), y, test, num_classes, quantity, group, is_stated, labels, periods
+    )
 
 
 def _path(config: RunConfig, client: int) -> Path:
@@ -425,41 +435,6 @@ def checked_samples(
     return (x if stored.dtype.kind == "f" and stored.dtype.itemsize > 2 else stored), y
 
 
-def recording(
-    path: Path,
-    input_shape: tuple[int, ...],
-    classes: int,
-    dtype: type[np.floating],
-    expected: str,
-) -> tuple[NDArray[Any], Labels]:
-    """Read a file with inputs `x` of a shape and labels `y`.
-
-    Raises
-    ------
-    UserError
-        The file is invalid; the message has the expected content.
-    """
-    expected = f"Expected: {expected}"
-    arrays = arrays_of(path, ("x", "y"), expected)
-    x = arrays["x"]
-    checked_inputs(path, "x", x)
-    y = checked_labels(path, "y", arrays["y"], len(x))
-    if x.shape[1:] != input_shape or y.max() >= classes:
-        raise UserError(
-            f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {expected}."
-        )
-    return x.astype(dtype), y
-
-
-def stacked(
-    parts: Iterable[tuple[NDArray[np.generic], NDArray[np.generic]]],
-) -> dict[str, NDArray[Any]]:
-    """Return concatenated inputs and labels of several files, and the number of each."""
-    xs, ys = zip(*parts, strict=True)
-    sizes = np.array([len(y) for y in ys])
-    return {"x": np.concatenate(xs), "y": np.concatenate(ys), "sizes": sizes}
-
-
 def checked_inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.float32]:
     """Check inputs and convert them to float32."""
     if values.dtype.kind not in "fiub" or values.ndim < 2 or values.size == 0:
@@ -491,7 +466,8 @@ def _common_shape(files: dict[Path, Part]) -> DataShape:
 _EXPECTED_FOLDER = (
     "Expected in each file: x, numbers of shape (samples, ...), and y, whole numbers from 0 of "
     "shape (samples,), or for a quantity numbers and unit, a text; optionally heldout, one bool "
-    "per sample, and group, one whole number. Or x_train, y_train, x_test and y_test"
+    "per sample, group, one whole number, and period, one whole number per sample. Or x_train, "
+    "y_train, x_test and y_test"
 )
 _TEXT = 2
 _IMAGES = (3, 4)
@@ -499,27 +475,82 @@ _IMAGES = (3, 4)
 
 
 _FOLDER = "npz-folder"
+_DESCRIPTION = "dataset.toml"
+"""Optional file beside the .npz files: the defaults of runs on them."""
+
+
+@dataclass(frozen=True)
+class FolderOptions:
+    """Location of the files."""
+
+    data_folder: str = option("", "folder below data-root with an .npz file for each client")
+
+
+@dataclass(frozen=True)
+class Description(Defaults):
+    """Content of a file ``dataset.toml``.
+
+    Attributes
+    ----------
+    mean, std : float
+        What inputs are normalised by, bytes from 0 to 1; without `std`, by the training samples.
+    """
+
+    mean: float = 0.0
+    std: float | None = field(default=None, metadata={"above": 0})
+
+    @classmethod
+    def of(cls, folder: Path) -> Description:
+        """Return the description in a folder, or the defaults without one.
+
+        Raises
+        ------
+        UserError
+            The file is invalid.
+        """
+        path = folder / _DESCRIPTION
+        if not path.is_file():
+            return cls()
+        stated, keys = read_tree(path, "description"), declared(cls)
+        for name in stated:
+            check_known(f"key of {path}", name, keys)
+        found = {name: convert(f"{name} in {path}", stated[name], keys[name]) for name in stated}
+        if (model := found.get("model")) is not None:
+            # A folder of data does not name code.
+            check_known(f"model in {path}", model, list(filter(MODELS.is_own, MODELS)))
+        if "mean" in found and "std" not in found:
+            raise UserError(f"{path} has mean alone: mean and std are given together.")
+        return cls(**{keys[name].name: value for name, value in found.items()})
 
 
 class NpzFolder(Source):
     """A folder of .npz files with x and y, one file per client, which has its name (data-root)."""
 
     has_clients = True
-
-    inner: tuple[str, ...] = (_FOLDER,)
-    """Subfolders to search if data-root has no .npz file itself."""
+    options_type: type[Any] = FolderOptions
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the first files, in the order of the numbers in their names.
 
         Float inputs are standardised over all training samples, per channel of a window or image
-        and per feature of a vector.
+        and per feature of a vector, unless ``dataset.toml`` says otherwise.
         """
         dataset = self._unscaled(config, config.num_clients)
-        if config.dataset == _FOLDER:
-            names = tuple(path.stem for path in self._files(config)[1])
-            dataset = replace(dataset, names=names[: config.num_clients])
-        return dataset if dataset.tokens else standardised(dataset)
+        folder, paths = self._files(config)
+        names = tuple(path.stem for path in paths[: config.num_clients])
+        dataset = replace(dataset, names=names)
+        stated = Description.of(folder)
+        if dataset.tokens:
+            return dataset
+        if stated.std is None:
+            return standardised(dataset)
+        return replace(dataset, mean=stated.mean, std=stated.std)
+
+    def defaults(self, config: RunConfig) -> Defaults:
+        """Return the defaults in ``dataset.toml``, if the folder is known."""
+        if not config.data_root:
+            return Defaults()
+        return Description.of(self._files(config)[0])
 
     def count_clients(self, config: RunConfig) -> int:
         """Return the number of .npz files in the folder: each is a client."""
@@ -545,17 +576,21 @@ class NpzFolder(Source):
                 f"{config.dataset} needs the folder with an .npz file for each person or device: "
                 f"--data-root DIR. {_EXPECTED_FOLDER}."
             )
-        root = Path(config.data_root)
-        for folder in (root, *(root / inner for inner in self.inner)):
+        folders = [Path(config.data_root) / inner for inner in self._folders(config)]
+        for folder in folders:
             paths = sorted(folder.glob("*.npz"), key=_natural)
             if paths:
                 return folder, paths
-        raise UserError(f"There are no .npz files in {root}. {_EXPECTED_FOLDER}.")
+        raise UserError(f"There are no .npz files in {folders[0]}. {_EXPECTED_FOLDER}.")
+
+    def _folders(self, config: RunConfig) -> Sequence[str]:
+        """Return the folders below data-root to search."""
+        return (config.read(FolderOptions).data_folder,)
 
 
 _MOST_UNUSED = 5
 """Labels without samples in a warning."""
-_LAYOUT = 4
+_LAYOUT = 5
 """Layout number of the cache; a change of the arrays increases it."""
 
 
@@ -589,6 +624,7 @@ def dataset_of(where: Path, arrays: Arrays) -> Dataset:
         groups=tuple(None if group < 0 else int(group) for group in arrays["groups"]),
         tokens=int(arrays["tokens"]),
         target=target,
+        periods=np.array(arrays["periods"]) if "periods" in arrays else None,
         labels=tuple(map(str, arrays["labels"])),
         names=tuple(map(str, arrays.get("names", ()))),
     )
@@ -611,9 +647,9 @@ def _target(arrays: Arrays, users: Sequence[Indices]) -> Target | None:
 def standardised(dataset: Dataset) -> Dataset:
     """Return a dataset whose inputs have mean 0 and deviation 1 over the training samples.
 
-    Bytes are scaled to [0, 1] first and have one mean and deviation together. Otherwise each
-    channel has its own: of windows the shorter axis, of images the first. Of vectors each feature
-    has, unless they are spectra or waves. Constant channels become zero.
+    Bytes are scaled to [0, 1] first, and have one common mean and deviation. Otherwise each channel
+    has its own: the shorter axis of windows, the first of images. Each feature of a vector has its
+    own, unless the vector is a spectrum or a wave. Constant channels become zero.
     """
     assert dataset.users is not None
     axes = _channel_axes(dataset.x.shape[1:], dataset.x.dtype == np.uint8)
@@ -701,9 +737,13 @@ def joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
     elif x.dtype.kind in "iu":
         x = x.astype(np.float32)
     said: dict[str, NDArray[Any]] = {}
+    if periods := [part.periods for part in parts if part.periods is not None]:
+        if len(periods) < len(parts):
+            raise UserError(f"Some {what} have a period of each sample and others have not.")
+        said["periods"] = np.concatenate(periods)
     if quantity is not None:
         scale = np.array([quantity.mean, quantity.std], np.float64)
-        said = {"unit": np.array(quantity.unit), "scale": scale}
+        said |= {"unit": np.array(quantity.unit), "scale": scale}
     return {
         "x": x,
         "y": y,
@@ -722,7 +762,7 @@ def joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
 
 def _read_part(path: Path) -> Part:
     """Read and check one file of a folder."""
-    others = ("heldout", "group", *LABEL_ARRAYS)
+    others = ("heldout", "group", PERIOD, *LABEL_ARRAYS)
     arrays = arrays_of(path, (), _EXPECTED_FOLDER, ("x", "y", *FOUR_ARRAYS, *others))
     wanted = ("x", "y") if "x" in arrays else FOUR_ARRAYS
     if missing := [name for name in wanted if name not in arrays]:

@@ -172,9 +172,9 @@ def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> P
 def dirichlet_by_class(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Client shares of each label drawn from a Dirichlet distribution (NIID-Bench, PFLlib).
 
-    A client that has its equal share of all samples gets none of the labels that follow. The whole
-    is drawn again until every client has ``dirichlet-least`` samples; if that never happens,
-    clients with fewer get some of the largest client's (our addition).
+    A client that has an equal share of all samples gets none of the following labels. The draw is
+    repeated until every client has ``dirichlet-least`` samples; if that never happens, clients with
+    fewer get some of the largest client's (our addition).
     """
     check_enough(labels, config.num_clients)
     options, clients = config.read(ByClassOptions), config.num_clients
@@ -498,9 +498,9 @@ def _partition(parts: Sequence[Indices], groups: Sequence[int | None] | None = N
 # -----------------------------------------------------------------------------
 # Feature skew for data without users: groups of clients with different views.
 #
-# The samples are dealt out at random, so that all clients have the same labels. The clients are
+# The samples are assigned at random, so that all clients have the same labels. The clients are
 # divided into K groups by the shares in ``groups``, and a client's training and test samples are
-# changed in the way of its group.
+# transformed as in its group.
 # -----------------------------------------------------------------------------
 
 
@@ -632,7 +632,7 @@ def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> 
 # Our readings, where the thesis is silent: the groups are equal, every other client is of the
 # second; a noisy image has Gaussian noise first and salt and pepper then
 # (``scenario-noise=either``: one of them); a predictor that is "slightly different" differs on some
-# of the classes. Their labels can be learned, as the thesis' table shows that they were.
+# of the classes, which can be learned, as in the thesis' table.
 # -----------------------------------------------------------------------------
 
 
@@ -735,9 +735,10 @@ class Scenario:
     def inputs(self, dataset: Dataset, samples: Indices, group: int) -> Inputs:
         """Return normalised samples in the view of a group.
 
-        In A1 the second group's have noise, for training, validation and testing alike: in pixels
-        from 0 to 1, which are clipped to that range, before they are normalised. A sample's noise
-        is the same for every client and step: it follows from the seed and the sample's number.
+        In A1 the second group's samples have noise, for training, validation and testing alike. It
+        is added to pixels from 0 to 1, which are clipped to that range before they are normalised.
+        A sample's noise is the same for every client and step, since it derives from the seed and
+        the sample's number.
         """
         inputs = dataset.inputs(samples)
         if group == 0 or self.options.scenario != "a1":
@@ -781,8 +782,8 @@ class Scenario:
 def scenario(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Two groups that differ in classes, labels, noise or sizes (FAACL's scenarios S0 to A2).
 
-    Samples are dealt out at random, those of a group's classes where it has classes of its own; how
-    many a client has, ``sizes`` says, and ``scenario-little``.
+    Samples are assigned at random; if a group has its own classes, only those of its classes. The
+    keys ``sizes`` and ``scenario-little`` determine the number of samples per client.
     """
     check_enough(labels, config.num_clients)
     options = config.read(ScenarioPartitionOptions)
@@ -823,7 +824,7 @@ def noisy(pixels: Inputs, variance: float, density: float, rng: np.random.Genera
     variance : float
         Variance of the Gaussian noise.
     density : float
-        Share of the pixels, in expectation, that become 0 or 1, one as often as the other.
+        Expected share of the pixels that become 0 or 1, with equal probability.
     """
     gaussian = rng.standard_normal(pixels.shape, np.float32)
     drawn = rng.random(pixels.shape, np.float32)

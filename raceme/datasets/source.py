@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, os_errors_as_user_errors, plural
-from raceme.core.files import ReadingError, check_regular, check_room
+from raceme.core.files import ReadingError, check_memory, check_regular
 from raceme.core.options import option
 from raceme.core.registry import explained
 
@@ -201,6 +201,25 @@ class ClientData:
     all_training: int | None = None
 
 
+@dataclass(frozen=True)
+class Defaults:
+    """Defaults of a run on a dataset; None stands for one suited to the shape of the data.
+
+    Attributes
+    ----------
+    model : str or None
+        Network.
+    lr : float or None
+        Learning rate.
+    target_accuracy : float or None
+        Target mean client accuracy; for a regression, the mean absolute error.
+    """
+
+    model: str | None = None
+    lr: float | None = field(default=None, metadata={"above": 0})
+    target_accuracy: float | None = field(default=None, metadata={"above": 0})
+
+
 class Source:
     """Base class of the sources of datasets.
 
@@ -254,6 +273,18 @@ class Source:
         clients = self.count_clients(config) if config.clients is None else config.clients
         return self.load(config.with_values(clients=clients)).shape
 
+    def defaults(self, config: RunConfig) -> Defaults:
+        """Return the defaults of a run.
+
+        Raises
+        ------
+        UserError
+            They are stated in a file that is invalid.
+        """
+        if self.default_model is None:
+            return Defaults()
+        return Defaults(self.default_model, self.default_lr, self.target_accuracy)
+
     def form(self, config: RunConfig) -> Dataset | None:
         """Return a dataset without samples, if known without loading; else None."""
         return None
@@ -292,7 +323,7 @@ class Loaded(Source):
         self._name, self._function = name, function
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return what the function returns.
+        """Return the function's dataset, after checking it.
 
         Raises
         ------
@@ -335,7 +366,7 @@ class Loaded(Source):
 
 
 def _misfit(dataset: Dataset) -> str:
-    """Return what is wrong with a user's dataset; empty if nothing is."""
+    """Return the error in a user's dataset; empty if there is none."""
     x, y = dataset.x, dataset.y
     if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
         return f"x and y must be numpy arrays, got {type(x).__name__} and {type(y).__name__}"
@@ -455,7 +486,7 @@ def find_under(
 
 
 def all_of(files: Sequence[str]) -> Callable[[Path], list[Path]]:
-    """Return a finder of files that are read together: all or none."""
+    """Return a finder of several files, which returns all of them or nothing."""
 
     def find(folder: Path) -> list[Path]:
         found = [folder / file for file in files]
@@ -475,31 +506,9 @@ def check_clients(config: RunConfig, count: int, there: str) -> None:
         raise UserError(f"Too many clients: {config.num_clients}, but {there}")
 
 
-def shared_out(config: RunConfig, count: int, what: str) -> list[Indices]:
-    """Divide the clients evenly, in order, among groups, at least one client each.
-
-    Raises
-    ------
-    UserError
-        There are more groups than clients.
-    """
-    if config.num_clients < count:
-        raise UserError(
-            f"{what}, each with at least one client: take at least {count} clients, got "
-            f"{config.num_clients}."
-        )
-    return np.array_split(np.arange(config.num_clients), count)
-
-
 def spans(sizes: Iterable[int]) -> list[Indices]:
     """Return consecutive ranges of positions with the given sizes."""
     return [np.arange(start, end) for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
-
-
-def with_tail(own: Indices, share: float) -> tuple[Indices, Indices]:
-    """Split off a share of samples at the end, with at least one sample in each part."""
-    count = int(np.clip(round(share * len(own)), 1, max(1, len(own) - 1)))
-    return own[: len(own) - count], own[len(own) - count :]
 
 
 def by_test(
@@ -812,7 +821,7 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, N
     check_regular(path)
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) == _MAGIC:
-            raise ReadingError("it holds a single array and is no .npz archive")
+            raise ReadingError("it has a single array and is not an .npz archive")
     # numpy and zipfile raise various exceptions for foreign files.
     try:
         with ZipFile(path) as archive:
@@ -848,7 +857,7 @@ def _read(path: Path, archive: ZipFile, info: Any) -> NDArray[Any]:
     size = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or start.tell() + size != info.file_size:
         raise ReadingError(f"the size of {name} is not that of its header, shape {shape}")
-    check_room(_COPIES * size, f"{name} in {path}")
+    check_memory(_COPIES * size, f"{name} in {path}")
     with archive.open(info) as member:
         array: NDArray[Any] = npy.read_array(member, allow_pickle=False)
     return array

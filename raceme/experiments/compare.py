@@ -46,9 +46,9 @@ _ENOUGH = 0.05
 class SuiteProgress:
     """Shows the progress of a suite; a context manager.
 
-    On a terminal and in a notebook it is one line for the suite and one for each run under way.
-    Every run that ends leaves a plain line; elsewhere another one says how far they are whenever
-    there was nothing to print for ten seconds.
+    On a terminal and in a notebook it is one line for the suite and one for each active run. Every
+    run that ends leaves a plain line. Elsewhere, after ten seconds without output, a line states
+    the progress.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class SuiteProgress:
         # Runs kept from an earlier comparison do not count for the pace.
         self._kept, self._started = done, clock()
         self._total, self._done = total, done
-        # Neither does earlier progress of resumed runs, known at their first report.
+        # Earlier progress of resumed runs, known at their first report, does not count, either.
         self._resumed: set[Job] = set()
         self._before = 0.0
         self._lines: dict[Job, TaskID] = {}
@@ -95,7 +95,7 @@ class SuiteProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # A notebook keeps the line of the suite: what was interrupted goes on no more.
+        # A notebook keeps the line of the suite, which must not look active after an interruption.
         for line in self._lines.values():
             self._bars.remove_task(line)
         self._bars.update(self._suite, state="")
@@ -111,7 +111,7 @@ class SuiteProgress:
     def resume(self, job: Job) -> None:
         """Record that a run resumes from a checkpoint."""
         self._resumed.add(job)
-        self.say(f"{job.name}: unfinished, resumed from its last checkpoint")
+        self.print_line(f"{job.name}: unfinished, resumed from its last checkpoint")
 
     def report(self, job: Job, news: JobProgress | Finished | None) -> None:
         """Show the start, progress or end of a run."""
@@ -134,20 +134,20 @@ class SuiteProgress:
             self._bars.remove_task(self._lines.pop(job))
             self._done += 1
             self._bars.update(self._suite, completed=self._done, state=self._left())
-            self.say(f"[{self._done}/{self._total}] {job.name}: {_ending(job, news)}")
+            self.print_line(f"[{self._done}/{self._total}] {job.name}: {_ending(job, news)}")
         self._bars.refresh()
         if not self._bars.shown and self._clock() - self._printed_at >= QUIET_SECONDS:
-            self.say(self._how_far())
+            self.print_line(self._progress_line())
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line above the live lines."""
         self._printed_at = self._clock()
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _how_far(self) -> str:
+    def _progress_line(self) -> str:
         """Describe the active runs in one line."""
         each = [
-            f"{job.name}: {_so_far(job, news)}" if news else f"{job.name}: starting"
+            f"{job.name}: {_progress_of(job, news)}" if news else f"{job.name}: starting"
             for job, news in self._under_way.items()
         ]
         left = self._left()
@@ -178,9 +178,9 @@ def _share(job: Job, news: JobProgress | None) -> float:
 
 
 def _done(job: Job, news: JobProgress | None = None) -> tuple[float, float]:
-    """Return how much is done, and of how much: updates, or seconds of a run without their limit.
+    """Return the progress and the total: updates, or seconds if updates are not limited.
 
-    Of a run that only its computation limits it is not known: the second number is 0.
+    The total is 0 if it is unknown, because computation alone limits the run.
     """
     config = job.config
     if not config.expected_updates and config.max_time:
@@ -188,7 +188,7 @@ def _done(job: Job, news: JobProgress | None = None) -> tuple[float, float]:
     return (news.updates if news else 0), config.expected_updates
 
 
-def _so_far(job: Job, news: JobProgress) -> str:
+def _progress_of(job: Job, news: JobProgress) -> str:
     """Describe the progress of a run: ``"30 of 100 updates"``, ``"30 updates, 4 of 20 s"``."""
     config = job.config
     text = shown_updates(news.updates, config.expected_updates)
@@ -317,7 +317,7 @@ def _compare(plan: SuitePlan, processes: int, console: Console, run_all: RunAll)
     done, compared = set(finished), (plan.suite.timing, plan.suite.score)
     certain = [*plan.plain, *plan.trials]
     with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
-        lost = _say_resumed(progress, finished, half)
+        lost = _report_resumed(progress, finished, half)
         for job in lost:
             remove_run(job.folder, ORPHAN_SECONDS, ", or choose another folder with --out")
 
@@ -426,7 +426,7 @@ def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dic
     return unwritten
 
 
-def _say_resumed(
+def _report_resumed(
     progress: SuiteProgress, finished: Sequence[Job], half: Sequence[Job]
 ) -> list[Job]:
     """Report the state of earlier runs; return those that restart."""
@@ -436,11 +436,11 @@ def _say_resumed(
         with only_writer(job.folder, ORPHAN_SECONDS):
             pass
     for job in finished:
-        progress.say(f"{job.name}: already finished, kept")
+        progress.print_line(f"{job.name}: already finished, kept")
     for job in half:
         if job.can_resume:
             progress.resume(job)
         else:
             lost.append(job)
-            progress.say(f"{job.name}: half-written, removed and repeated")
+            progress.print_line(f"{job.name}: half-written, removed and repeated")
     return lost

@@ -160,7 +160,7 @@ def check(jobs: Iterable[Job]) -> None:
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
                 check_parts(config)
-            # What it warns of is the same with every seed.
+            # Checked once per method, as its warnings do not depend on the seed.
             method = str(config.with_values(seed=0, out="").to_mapping())
             if method not in warned:
                 warned.add(method)
@@ -196,7 +196,7 @@ def _check_same(job: Job) -> None:
     wanted = job.config.with_values(out="").to_mapping()
     try:
         found = read_toml(job.folder / CONFIG)
-        # Only the code of this run may be imported; that of another differs as text.
+        # Compared as text, since only the code of the present run may be imported.
         if imported_by(found).items() <= imported_by(wanted).items():
             found = RunConfig.from_mapping(found).to_mapping()
     except UserError as error:
@@ -524,14 +524,14 @@ class _Result(NamedTuple):
 
 
 class _Board:
-    """An actor that collects progress and tells runs whether to end."""
+    """A Ray actor that collects progress and tells runs whether to end."""
 
     def __init__(self) -> None:
         self._news: dict[int, JobProgress] = {}
         self._ending = False
 
     def take(self, number: int, progress: JobProgress) -> bool:
-        """Record the progress of a run; return whether it is to end."""
+        """Record the progress of a run; return whether it should end."""
         self._news[number] = progress
         return self._ending
 
@@ -548,7 +548,7 @@ class _Board:
 def run_on_ray(
     cluster: Cluster, jobs: Sequence[Job], processes: int, report: Report
 ) -> dict[Job, str]:
-    """Run jobs side by side on a Ray cluster; see :func:`run_jobs`.
+    """Run jobs in parallel on a Ray cluster; see :func:`run_jobs`.
 
     Each run is a task on one CPU, in a folder of its node that is sent back at the end. Ray repeats
     a lost run from its local state.
@@ -558,10 +558,10 @@ def run_on_ray(
 
     from raceme.simulation.ray_cluster import first_line
 
-    # On this node: its loss ends the comparison anyway.
+    # The actor is on this node, whose loss ends the comparison anyway.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     board = ray.remote(num_cpus=0, scheduling_strategy=here)(_Board).remote()
-    task = ray.remote(num_cpus=1, max_retries=_REPEATS)(_run_there)
+    task = ray.remote(num_cpus=1, max_retries=_REPEATS)(_run_remotely)
     waiting, failed = deque(enumerate(jobs)), {}
     under_way: dict[Any, tuple[int, Job]] = {}
 
@@ -597,7 +597,7 @@ def run_on_ray(
                     failed[job] = finished.error
     finally:
         if under_way:
-            # Ended early, they send their checkpoints.
+            # Runs that end early send their checkpoints.
             board.end.remote()
             running = list(under_way)
             done, left = ray.wait(running, num_returns=len(running), timeout=_END_SECONDS)
@@ -609,7 +609,7 @@ def run_on_ray(
     return failed
 
 
-def _run_there(
+def _run_remotely(
     keys: Mapping[str, Value],
     files: bytes,
     board: Any,

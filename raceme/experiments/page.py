@@ -36,9 +36,9 @@ from raceme.reporting.style import (
     method_looks,
     new_figure,
     one_axes,
-    say_empty,
     style,
     time_unit,
+    write_placeholder,
 )
 
 # -----------------------------------------------------------------------------
@@ -98,12 +98,12 @@ def times_figure(comparison: Comparison) -> Figure:
     goal = "the target" if target is None else comparison.measure.goal(target)
     if comparison.suite.timing is Timing.CONVERGENCE:
         goal = "convergence"
-    instead = {result.label: _missed(result) for result in comparison.results}
+    instead = {result.label: _missed_runs(result) for result in comparison.results}
     axis = f"virtual time ({unit})"
     return _bars(comparison.results, scaled, f"Virtual time to {goal}", axis, instead)
 
 
-def _missed(result: Result) -> str:
+def _missed_runs(result: Result) -> str:
     """Describe the runs that missed the target."""
     if not result.runs:
         return "no runs"
@@ -206,7 +206,7 @@ def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Scored]) 
     panels = np.atleast_1d(figure.subplots(1, len(measures), sharey=True))
     for axes, measure in zip(panels, measures, strict=True):
         curves = {label: score_curve(record, measure) for label, record in records.items()}
-        # No title: of those an axes has one height for all.
+        # Not a title, since titles at the left and centre of an axes share one height.
         axes.text(0.5, 1.02, _NAMES[measure], transform=axes.transAxes, ha="center")
         _draw(axes, curves)
     panels[0].set_title("Uploads, returned models and clusters", pad=24)
@@ -251,7 +251,7 @@ def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:
         axes.set_xlim(left=0)
     else:
         axes.set_xticks([])
-        say_empty(axes, "nothing known")
+        write_placeholder(axes, "nothing known")
 
 
 def _legend(
@@ -335,7 +335,9 @@ def comparison_page(folder: Path, links: str) -> str:
             "Configuration",
             [
                 _methods_table(comparison),
-                settings if settings.rows else "The other settings are those of `raceme run`.",
+                settings
+                if settings.rows
+                else "All other settings have the defaults of `raceme run`.",
                 versions_table(_versions(comparison)),
                 Links("Runs", folders) if folders else None,
                 Links("Files", files),

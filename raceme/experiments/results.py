@@ -149,7 +149,7 @@ class Result:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every seed's run is finished and has an accuracy: means are of the same seeds."""
+        """Whether every seed's run is finished with an accuracy, so that means are comparable."""
         return not self.errors and self.accuracy.count == self.accuracy.of > 0
 
     @property
@@ -258,7 +258,7 @@ class Comparison:
         return self._multiple(result, lambda of: of.time_above, lambda of: of.rank_time)
 
     def published_speed_up(self, result: Result) -> float | None:
-        """Return the same of the published times."""
+        """Return the reference's published speed-up over a method."""
         return self._multiple(result, lambda of: of.reported("time"))
 
     def relative_traffic(self, result: Result) -> float | None:
@@ -495,8 +495,8 @@ _NONE = "-"
 def regrets(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]]:
     """Return each method's distance in points from the best, by method and case.
 
-    Cases of errors are left out, and a method in a case where one of its runs failed or diverged:
-    the mean of the other seeds would be another measure.
+    Regressions are left out. A method is left out of a case if one of its runs failed or diverged,
+    since the mean over the other seeds would not be comparable.
     """
     found: dict[str, dict[str, float]] = {}
     for case, comparison in comparisons.items():
@@ -513,7 +513,8 @@ def regrets(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]
 def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]]:
     """Return each method's time to the target relative to the fastest, by method and case.
 
-    A method that misses the target in some run, where another reaches it, counts as infinite.
+    The time of a method that misses the target in some run is infinite, if another method reaches
+    it.
     """
     found: dict[str, dict[str, float]] = {}
     for case, comparison in comparisons.items():
@@ -531,8 +532,8 @@ def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float
 def regret_table(comparisons: Mapping[str, Comparison]) -> PlainTable | None:
     """Return the regret of every method by case, with each method's worst in bold.
 
-    Methods that miss a case come last, and their means say of how many cases they are. None without
-    any accuracy.
+    Methods without a result in some case come last, with the number of cases of their mean. The
+    result is None without any accuracy.
     """
     points, ratios = regrets(comparisons), slowness(comparisons)
     if not points:

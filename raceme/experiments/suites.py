@@ -397,6 +397,10 @@ class Suite:
             suite = replace(suite, async_updates=None, sync_updates=None, rounds=None)
         if "max-rounds" in settings:
             suite = suite._with_rounds(settings["max-rounds"])
+        own, chosen = self.settings.get("dataset"), suite.settings.get("dataset")
+        if chosen != own and any(method.published for method in self.methods):
+            note = f"The published numbers are of {own}, and these runs of {chosen}."
+            suite = replace(suite, notes=(*suite.notes, note))
         return suite
 
     def _with_rounds(self, value: Value) -> Suite:

@@ -230,7 +230,7 @@ def _measured(comparison: Comparison) -> list[_Column]:
     for scored in suite.scores:
         if comparison.has_published:
             columns.append((f"{scored}\npaper", _reported(scored, 1)))
-        # One digit, as in the papers, to fit a terminal.
+        # One decimal, as in the papers, to fit a terminal.
         columns.append((f"{scored}\nours", _summarised(scored.key, 100, 1)))
     if suite.scores:
         return columns
@@ -314,7 +314,7 @@ def _published_time(result: Result) -> str:
 
 
 def costs_table(comparison: Comparison) -> PlainTable:
-    """Return what each method's accuracy costs: time, work of the devices and bytes."""
+    """Return a table of each method's costs: time, work of the devices and bytes."""
     columns: list[_Column] = [
         ("method", _name),
         (_head(comparison.measure), lambda result: _percent(result.accuracy, comparison.measure)),
@@ -461,7 +461,7 @@ def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
     heads = [_latex_head(found.columns[index]) for index in kept]
     lines = [
         "% Needs \\usepackage{booktabs,graphicx}; compare-table.tex has a caption and a label.",
-        # The indentation of a paragraph would push it out of the column.
+        # A paragraph's indentation would shift the table out of the column.
         r"\noindent",
         r"\resizebox{\ifdim\width>\columnwidth\columnwidth\else\width\fi}{!}{%",
         r"\footnotesize\setlength{\tabcolsep}{3pt}%",
@@ -513,7 +513,7 @@ def _is_time(head: str) -> bool:
 
 
 def best_row(comparison: Comparison, head: str) -> int | None:
-    """Return the row of a column's best value, if a paired test over the seeds says so."""
+    """Return the row of a column's best value, if a paired test over the seeds confirms it."""
     name, measure = head.removesuffix("\nours"), comparison.measure
     value: Callable[[Run], float | None]
     if name == _head(measure):
@@ -663,7 +663,7 @@ def _marked(result: Result) -> str:
 
 
 def _percent(spread: Spread, measure: Measure) -> str:
-    """Return accuracies in percent, errors in their unit, and of how many runs if not of all."""
+    """Return accuracies in percent or errors in their unit, and the number of runs if not all."""
     text = _spread(spread, 1 if measure.is_error else 100, 2)
     return f"{text} ({spread.count} of {spread.of})" if 0 < spread.count < spread.of else text
 

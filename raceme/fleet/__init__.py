@@ -12,7 +12,7 @@ LOG_FORMAT = "text, or json: a line for each event and message"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of a server beside the keys of its run, as the help of `raceme serve` explains them.
+    """Options of a server besides the keys of its run; the help of `raceme serve` explains them.
 
     `margin`, `canary` and `version_pause` belong to
     :class:`~raceme.fleet.served_grid.Rollouts`; time limits are multiples of `latency`.
@@ -36,8 +36,7 @@ class ServeOptions:
     )
     latency: float = option(
         1.0,
-        "longest time of a packet to a device: connections have 10 times as long for their "
-        "handshake",
+        "longest time of a packet to a device; the time limit of a handshake is 10 times as long",
         unit="SECONDS",
         low=1,
         high=60,
@@ -68,11 +67,11 @@ class ServeOptions:
         high=1,
     )
     version_pause: float = option(
-        60.0, "time between two new versions at least", unit="SECONDS", low=0
+        60.0, "least time between two new versions", unit="SECONDS", low=0
     )
     notify: str = option(
         "",
-        "webhook for notices: the run ended, accuracy fell, devices are gone, the disk is full, "
+        "webhook for notices: the run ended, accuracy fell, devices are offline, the disk is full, "
         "the certificate expires; default: none",
         unit="URL",
     )

@@ -1,7 +1,7 @@
-"""Certificates and keys: an authority, the server's certificate, a key pair per device.
+"""Certificates and keys: an authority, the server's certificate, and a key pair per device.
 
-The server proves its identity with a certificate (TLS); a device signs its calls with its own key,
-whose public half the server has (a stock SuperLink: by `flwr supernode register`).
+The server proves its identity by a certificate (TLS). A device signs its calls with its private
+key; the server knows the public key (a stock SuperLink: by `flwr supernode register`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOCAL = ("localhost", "127.0.0.1")
 _DEVICE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _HOST_NAME = re.compile(rf"(\*\.{_LABEL}\.)?({_LABEL}\.)*(?!\d+$){_LABEL}")
-"""Names of hosts, as DNS and Docker give them, or all those of a domain; no numbers with dots."""
+"""Host names of DNS and Docker, or ``*.DOMAIN``; no addresses of numbers and dots."""
 _LONGEST_NAME = 253
 _LARGEST_KEY = 65536
 _PRIVATE = 0o600
@@ -58,16 +58,16 @@ _SHORTEST_TOKEN = 20
 def make_certificates(
     folder: Path, hosts: Sequence[str], devices: Sequence[str], days: int = 825
 ) -> list[Path]:
-    """Write what is missing of the authority, the server's certificate and the devices' keys.
+    """Write the missing files of the authority, the server's certificate and the devices' keys.
 
-    ``ca.crt`` goes to every device, ``ca.key`` nowhere; ``server.crt`` and ``server.key`` to the
-    server; ``devices/ID`` to one device, ``devices/ID.pub`` is registered with the SuperLink. Every
-    device has a line in ``device-keys``, by which a run binds its id to its key.
+    Copy ``ca.crt`` to every device, ``ca.key`` nowhere, ``server.crt`` and ``server.key`` to the
+    server, and ``devices/ID`` to one device; ``devices/ID.pub`` is registered with the SuperLink.
+    Every device has a line in ``device-keys``, by which a run binds its id to its key.
 
     Parameters
     ----------
     folder : Path
-        Target folder; made if need be.
+        Target folder; created if missing.
     hosts : Sequence[str]
         Names and addresses under which devices reach the server; may be empty if its certificate
         exists.
@@ -84,15 +84,17 @@ def make_certificates(
     Raises
     ------
     UserError
-        A name cannot be used, or what is there does not fit it.
+        A name is invalid, or does not fit existing files.
     """
     _check_names(hosts, devices, (folder / "server.crt").exists())
     if not 1 <= days <= _AUTHORITY_DAYS:
-        raise UserError(f"--days must be 1 to {_AUTHORITY_DAYS}, as the authority is, got {days}.")
+        raise UserError(
+            f"--days must be between 1 and {_AUTHORITY_DAYS}, the authority's validity, got {days}."
+        )
     server, authority = folder / "server.crt", folder / "ca.crt"
-    # A device that has made its key itself has a public one only.
+    # Of a device that made its key itself, only the public key is here.
     keys = [path for device in devices if not _public(path := folder / "devices" / device).exists()]
-    # Where the authority is, new devices are added to what is there.
+    # In the folder of the authority, new devices are added to existing files.
     if server.exists() and authority.exists():
         _check_hosts(server, hosts)
         written = []
@@ -117,7 +119,7 @@ def make_token(folder: Path) -> Path:
 
 
 def set_labels(folder: Path, devices: Sequence[str], labels: Sequence[str]) -> Path:
-    """Give devices labels, beside those that they have; return the file of all labels.
+    """Add labels to devices; return the file of all labels.
 
     Parameters
     ----------
@@ -126,12 +128,12 @@ def set_labels(folder: Path, devices: Sequence[str], labels: Sequence[str]) -> P
     devices : Sequence[str]
         Ids of the devices.
     labels : Sequence[str]
-        ``NAME=VALUE``; without a value the label is taken away.
+        ``NAME=VALUE``; an empty value removes the label.
 
     Raises
     ------
     UserError
-        There is no such device, a label is none, or the file cannot be read or written.
+        There is no such device, a label is invalid, or the file cannot be read or written.
     """
     _check_known(folder, devices)
     path = folder / LABELS
@@ -150,7 +152,7 @@ def set_labels(folder: Path, devices: Sequence[str], labels: Sequence[str]) -> P
 
 
 def revoke_keys(folder: Path, devices: Sequence[str]) -> list[Path]:
-    """Take devices out of the registry; a running server disconnects them.
+    """Remove devices from the registry; a running server disconnects them.
 
     Parameters
     ----------
@@ -181,7 +183,7 @@ def revoke_keys(folder: Path, devices: Sequence[str]) -> list[Path]:
 
 
 def rotate_key(folder: Path, device: str, public: Path | None = None) -> list[Path]:
-    """Give a device another key, under which it stays the client that it is.
+    """Replace a device's key; the device stays the same client.
 
     Parameters
     ----------
@@ -190,7 +192,7 @@ def rotate_key(folder: Path, device: str, public: Path | None = None) -> list[Pa
     device : str
         Id of the device.
     public : Path, optional
-        Public key that the device has made itself; without it a pair is made.
+        Public key that the device made itself; by default a new pair is made.
 
     Returns
     -------
@@ -200,7 +202,8 @@ def rotate_key(folder: Path, device: str, public: Path | None = None) -> list[Pa
     Raises
     ------
     UserError
-        There is no such device, the key is another device's or none, or a file cannot be written.
+        There is no such device, the key is invalid or another device's, or a file cannot be
+        written.
     """
     _check_known(folder, [device])
     path = folder / "devices" / device
@@ -217,9 +220,9 @@ def rotate_key(folder: Path, device: str, public: Path | None = None) -> list[Pa
     if public is None:
         written.append(_replace(path, _private_ssh(key), _PRIVATE))
     else:
-        # What is there is the key that is given up.
+        # The existing private key is the one being replaced.
         path.unlink(missing_ok=True)
-    # The list first: a server that sees the new key knows by then whose it is.
+    # The list is written first, so that a server that sees the new key can assign it.
     written += _replace_lines(folder / DEVICE_KEYS, {device: line})
     return [*written, _replace(_public(path), line)]
 
@@ -233,7 +236,7 @@ def _check_known(folder: Path, devices: Sequence[str]) -> None:
 
 
 def _read_line(path: Path, device: str) -> bytes:
-    """Return a public key as the registry has it."""
+    """Return a public key as a line of the registry."""
     try:
         key = load_ssh_public_key(path.expanduser().read_bytes())
     except OSError as error:
@@ -249,7 +252,7 @@ def _read_line(path: Path, device: str) -> bytes:
 
 
 def _replace_lines(path: Path, lines: Mapping[str, bytes]) -> list[Path]:
-    """Put other keys of devices into the list of ids and keys, or none, if there is a list."""
+    """Replace keys in the list of ids and keys, if it exists; an empty line removes a key."""
     if not path.is_file():
         return []
     kept = [
@@ -259,7 +262,7 @@ def _replace_lines(path: Path, lines: Mapping[str, bytes]) -> list[Path]:
     ]
     content = b"".join([*kept, *lines.values()])
     if not content.strip():
-        # An empty list is a mistake for a server, no list is none.
+        # For a server an empty list is an error, a missing one is not.
         path.unlink()
         return [path]
     return [_replace(path, content)]
@@ -288,7 +291,8 @@ def read_device_key(
     Raises
     ------
     UserError
-        It cannot be read, or by too many; or it is not an elliptic-curve key in OpenSSH format.
+        It cannot be read, other users can read it, or it is not an elliptic-curve key in OpenSSH
+        format.
     """
     data, is_open = _read_private(path.expanduser())
     try:
@@ -302,21 +306,21 @@ def read_device_key(
         )
     if is_open and not allow_open:
         raise UserError(
-            f"The key '{path}' can be read by other users, which can pass for this device with it: "
-            f"chmod 600 '{path}' (--allow-open-key takes it as it is)."
+            f"The key '{path}' can be read by other users, who could impersonate this device: "
+            f"chmod 600 '{path}' (or accept it with --allow-open-key)."
         )
     return key, key.public_key()
 
 
 def _read_private(path: Path) -> tuple[bytes, bool]:
-    """Return the content of a file with a private key, and whether it is open to other users.
+    """Return the content of a file with a private key, and whether other users can read it.
 
-    Group members may read it if the file is another user's, such as root's, whose choice it is.
+    Group members may read it if the file belongs to another user, such as root, who chose so.
     """
     with os_errors_as_user_errors(f"The key '{path}' cannot be read"), path.open("rb") as file:
         found, data = os.fstat(file.fileno()), file.read(_LARGEST_KEY)
     if os.name != "posix":
-        # The mode does not say which users can read a file.
+        # On this system the mode does not tell which users can read a file.
         return data, False
     mine = found.st_uid == os.geteuid()
     return data, bool(found.st_mode & (0o077 if mine else 0o007))
@@ -393,7 +397,7 @@ def _read_authority(
 
 
 def _make_device(path: Path) -> list[Path]:
-    """Write what is missing of a device's key pair, in the form that Flower's SuperNodes take."""
+    """Write the missing files of a device's key pair, in the format of Flower's SuperNodes."""
     if path.exists():
         _, public = read_device_key(path, allow_open=True)
         return [_write(_public(path), _public_line(public, path.name))]
@@ -414,14 +418,14 @@ def _public_line(key: ec.EllipticCurvePublicKey, device: str) -> bytes:
 
 
 def _list_keys(path: Path, added: Sequence[Path]) -> Path:
-    """Add devices to the list of ids and keys; all that there are, if there is none."""
+    """Add devices to the list of ids and keys; create it with all devices if it is missing."""
     former = path.is_file()
     keys = [_public(key) for key in added] if former else sorted(added[0].parent.glob("*.pub"))
     lines = b"".join(key.read_bytes().rstrip(b"\n") + b"\n" for key in keys)
     if not former:
         return _write(path, lines)
     with os_errors_as_user_errors(f"'{path}' cannot be written"):
-        # An editor may have left the last line without an end.
+        # An editor may have left the last line without a line break.
         ended = path.read_bytes().endswith(b"\n") or not path.stat().st_size
         with path.open("ab") as file:
             file.write(lines if ended else b"\n" + lines)
@@ -475,7 +479,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # Devices whose clocks are a little behind must not reject it.
+        # Valid from a past time, so that devices whose clocks are slightly behind accept it.
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=days))
     )
@@ -510,7 +514,7 @@ def _subject_name(host: str) -> x509.GeneralName:
             return x509.IPAddress(address)
     elif _HOST_NAME.fullmatch(host) and len(host) <= _LONGEST_NAME:
         return x509.DNSName(host)
-    # What is no name may hold anything: it is shown as Python writes it.
+    # An invalid name may have any characters: the message shows its repr.
     raise UserError(
         f"--host {host!r} is neither a host name nor an address under which devices could reach "
         "the server: give one without a port, for example server.example.org or 192.0.2.7."
@@ -522,7 +526,7 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, data: bytes, mode: int = 0o644) -> Path:
-    """Write a file that does not exist yet; no other user can read a private one at any time."""
+    """Write a new file; a private one is at no time readable by other users."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -551,7 +555,7 @@ def read_certificates(folder: Path) -> Certificates:
     Raises
     ------
     UserError
-        One is missing, unreadable or out of date, or they do not belong together.
+        A file is missing, unreadable or expired, or they do not belong together.
     """
     try:
         authority, certificate, key = (
@@ -584,7 +588,7 @@ def read_certificates(folder: Path) -> Certificates:
 
 
 def expiry(certificate: bytes) -> datetime:
-    """Return until when a certificate is valid; warn a month before."""
+    """Return the end of a certificate's validity; warn if it is less than a month away."""
     until = x509.load_pem_x509_certificate(certificate).not_valid_after_utc
     if until < datetime.now(UTC) + _SOON:
         log.warning(
@@ -595,10 +599,10 @@ def expiry(certificate: bytes) -> datetime:
     return until
 
 
-def warn_if_early(certificates: Certificates) -> None:
-    """Warn if a certificate is not valid yet: a clock is wrong, this one or that of its maker.
+def warn_if_not_yet_valid(certificates: Certificates) -> None:
+    """Warn if a certificate is not valid yet: this machine's clock, or the maker's, is wrong.
 
-    It is no error: the clock of a board without a battery is set after the server's start.
+    This is no error, as a board without a battery may set its clock after the server's start.
     """
     now = datetime.now(UTC)
     files = {
@@ -620,18 +624,18 @@ def warn_if_early(certificates: Certificates) -> None:
 
 
 def access_to(folder: Path | None, host: str, *, spare: str = "") -> Access:
-    """Return whose requests a port for people and monitors answers.
+    """Return the access rules of a port for people and monitors.
 
-    At a loopback address there is neither HTTPS nor a token.
+    A loopback address has neither HTTPS nor a token.
 
     Parameters
     ----------
     folder : Path or None
         The folder of `raceme certs`, for HTTPS with the fleet's authority and its token.
     host : str
-        The address that is listened at.
+        The address to listen on.
     spare : str
-        Token for looking where the folder has none.
+        Token to use if the folder has none.
 
     Raises
     ------
@@ -654,7 +658,7 @@ def read_token(folder: Path) -> str:
     Raises
     ------
     UserError
-        The file cannot be read, or its token can be guessed.
+        The file cannot be read, or its token is too short.
     """
     path = folder / _TOKEN
     if not path.exists():
@@ -676,8 +680,8 @@ class KeyRegistry:
     """The devices whose keys are registered: a file ``devices/ID.pub`` for each.
 
     A call returns the device of each public key (PEM), and reads files that have changed since the
-    last one. A file that is broken, or has the key of another device, leaves its device the key
-    that it had; without the folder all keys stay as they were.
+    last call. If a file is invalid, or has the key of another device, its device keeps the former
+    key; if the folder is missing, all keys stay.
 
     Parameters
     ----------
@@ -692,7 +696,7 @@ class KeyRegistry:
         self._keys: dict[bytes, str] = {}
 
     def __call__(self) -> Mapping[bytes, str]:
-        """Return the registered keys, to the devices that they belong to."""
+        """Return the device of each registered key."""
         stamps: dict[Path, int] = {}
         try:
             for path in sorted(self._folder.iterdir()):
@@ -702,13 +706,13 @@ class KeyRegistry:
         except OSError as error:
             if self._stamps:
                 log.warning(
-                    "%s cannot be read: %s. The keys known so far count",
+                    "%s cannot be read: %s. The former keys stay valid",
                     self._folder,
                     error.strerror,
                 )
                 self._stamps = {}
             return self._keys
-        # The calls of strangers ask often.
+        # Calls of unknown nodes come here often.
         if stamps != self._stamps:
             self._stamps = stamps
             self._keys = self._merged(stamps)
@@ -716,7 +720,7 @@ class KeyRegistry:
 
     def _merged(self, stamps: Mapping[Path, int]) -> dict[bytes, str]:
         read, keys = {}, dict[bytes, str]()
-        # Of two devices with one key it belongs to the one that has had it before.
+        # If two devices have one key, it belongs to the one that had it before.
         order = sorted(stamps, key=lambda path: self._read.get(path, (0, None))[0] != stamps[path])
         for path in order:
             former = self._read.get(path, (0, None))[1]
@@ -738,7 +742,7 @@ class KeyRegistry:
 
 
 def _public_key(path: Path) -> bytes | None:
-    """Return a public key in PEM; None, and say so, if the file holds none."""
+    """Return a public key in PEM; None, with a warning, if the file has none."""
     try:
         key = load_ssh_public_key(path.read_bytes())
     except (OSError, ValueError, TypeError) as error:

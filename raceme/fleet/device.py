@@ -1,7 +1,7 @@
 """`raceme device`: one process that keeps its ClientApp, torch and data, and answers messages.
 
-It speaks the protocol of Flower's SuperNodes, and works against a stock SuperLink side by side
-with them. A SuperNode starts a new Python process for every message; this one does not.
+It speaks the protocol of Flower's SuperNodes, and works with a stock SuperLink beside them. A
+SuperNode starts a new Python process for every message; this process answers all messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raceme.core.options import Value
 from raceme.core.signals import StopSignal, ends_at_hang_up
 from raceme.datasets.npz import CLIENT, DATA_FILE
 from raceme.datasets.npz import read as read_data
-from raceme.fleet.tasks import DEVICE_ID, Apps, Interrupter, Invitations, Tasks, Trust, When
+from raceme.fleet.tasks import DEVICE_ID, Apps, Interrupter, Invitations, TaskRunner, Trust, When
 from raceme.flower import fleet_client as fleet
 from raceme.flower.fleet_client import Endpoint, Link, RejoinError, knows_key
 from raceme.flower.fleet_protocol import LONGEST_WAIT, OWN_APP, Keys, generate_keys, own_greeting
@@ -46,14 +46,14 @@ _INTERVAL_SECONDS = 5.0
 
 
 class HealthFile:
-    """Touches a file while the SuperLink answers: an age above two minutes is a sign of trouble.
+    """Touches a file while the SuperLink answers: an age above two minutes indicates a problem.
 
-    Answers to heartbeats count, so that long training does not look like trouble.
+    Answers to heartbeats count, so that long training does not look like a problem.
 
     Parameters
     ----------
     path : Path
-        File to touch; made if need be.
+        File to touch; created if missing.
 
     Raises
     ------
@@ -65,7 +65,7 @@ class HealthFile:
         self._path = path
         self._touched_at = float("-inf")
         with os_errors_as_user_errors(f"The health file '{path}' cannot be written"):
-            # It is removed and made again: a device would be gone.
+            # Removed and created below, which would destroy a device file.
             if path.exists() and not path.is_file():
                 raise UserError(f"The health file '{path}' is not a regular file.")
             path.unlink(missing_ok=True)
@@ -77,13 +77,13 @@ class HealthFile:
         now = time.monotonic()
         if now - self._touched_at >= _INTERVAL_SECONDS:
             self._touched_at = now
-            # A disk that is full, or a folder that is gone, is no reason to stop training.
+            # A full disk or a missing folder must not stop training.
             with suppress(OSError):
                 self._path.touch()
 
 
 def checked_model_file(path: Path) -> str:
-    """Return the path of the file for the device's model, as the ClientApp is told it.
+    """Check the path of the file for the device's model; return it for the ClientApp.
 
     Raises
     ------
@@ -95,20 +95,21 @@ def checked_model_file(path: Path) -> str:
         raise UserError(f"The model file '{path}' is not a regular file.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UserError(
-            f"The model file '{path}' cannot be written: its folder is missing or another user's."
+            f"The model file '{path}' cannot be written: its folder is missing or belongs to "
+            f"another user."
         )
     return str(path)
 
 
 def check_data_file(node: Mapping[str, Value], trust: Trust) -> None:
-    """Check the file with the device's data, if it has one, before a server asks for it.
+    """Check the file with the device's data, if any, at the start.
 
-    Of an app that is not Raceme's it may have any content.
+    For another app than Raceme's it may have any content.
 
     Raises
     ------
     UserError
-        It is missing, or Raceme's app alone is trusted and cannot read it.
+        It is missing; or Raceme's app, if no other is trusted, cannot read it.
     """
     path = Path(str(node.get(DATA_FILE, "")))
     if path == Path() or CLIENT in path.name:
@@ -132,10 +133,10 @@ _MIB = 1024 * 1024
 def limit_memory(mebibytes: int) -> None:
     """Let allocations beyond a limit fail, in this process only.
 
-    The limit counts the process's own data (heap, stacks, private writable mappings), not
-    libraries and address space: torch reserves many times more address space than it uses, which
-    is why ``RLIMIT_AS`` would be useless. A task that needs more fails with an error reply, and
-    the device goes on.
+    The limit counts the process's own data (heap, stacks, private writable mappings), not libraries
+    and address space: torch reserves many times more address space than it uses, which is why
+    ``RLIMIT_AS`` would be useless. A task that needs more fails with an error reply, and the device
+    continues.
 
     Parameters
     ----------
@@ -145,13 +146,13 @@ def limit_memory(mebibytes: int) -> None:
     Raises
     ------
     UserError
-        This process needs more already.
+        This process already uses more.
     """
     used = data_memory() // _MIB
     if mebibytes <= used:
         raise UserError(
-            f"A memory limit of {mebibytes} MiB is too low: the device itself needs {used} MiB "
-            "before any training."
+            f"A memory limit of {mebibytes} MiB is too low: the device itself uses {used} MiB "
+            f"before any training."
         )
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (mebibytes * _MIB, hard))
@@ -166,7 +167,7 @@ def data_memory() -> int:
 
 
 # -----------------------------------------------------------------------------
-# TLS on the device: trusted authorities, and the meaning of failed handshakes.
+# TLS on the device: trusted authorities, and diagnosis of failed handshakes.
 # -----------------------------------------------------------------------------
 
 
@@ -186,7 +187,7 @@ _PLAIN, _FORGED = "wrong_version_number", "bad_signature"
 def read_authority(path: Path) -> bytes:
     """Read the certificates of the authorities that a device trusts.
 
-    gRPC accepts a file without certificates, and fails at every attempt to connect.
+    gRPC itself accepts a file without certificates, and then fails at every attempt to connect.
 
     Parameters
     ----------
@@ -210,28 +211,28 @@ def read_authority(path: Path) -> bytes:
     return data
 
 
-def passing_trouble(text: str, address: str) -> str | None:
-    """Return a fault of a server's certificate that passes without a change of the device.
+def temporary_tls_error(text: str, address: str) -> str | None:
+    """Return a problem with a server's certificate that may pass without a change of the device.
 
-    A certificate is renewed on the server, and a board without a battery gets the time a while
-    after its start.
+    A certificate may be renewed on the server, and a board without a battery sets its clock some
+    time after its start.
 
     Parameters
     ----------
     text : str
-        Error message of gRPC, which holds that of the TLS handshake.
+        Error message of gRPC, which contains that of the TLS handshake.
     address : str
         Address of the SuperLink, ``HOST:PORT``, for the messages.
 
     Returns
     -------
     str or None
-        None for faults that do not concern the connection's security.
+        None for errors that do not concern the connection's security.
 
     Raises
     ------
     UserError
-        Every connection will fail until the device is configured otherwise.
+        Every connection will fail until the device's configuration changes.
     """
     said, now = text.lower(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     for trouble, what, remedy in _BY_TIME:
@@ -254,18 +255,18 @@ def passing_trouble(text: str, address: str) -> str | None:
             "that option: from a public one)"
         )
     else:
-        why = "it takes part in no TLS handshake, which its certificate may be the reason of"
-    raise UserError(f"{address} is not the SuperLink that it should be: {why}. ({_detail(text)})")
+        why = "the TLS handshake failed, possibly because of its certificate"
+    raise UserError(f"{address} is not the expected SuperLink: {why}. ({_detail(text)})")
 
 
 def _detail(text: str) -> str:
-    """Return the end of what gRPC says, which is the part that differs."""
+    """Return the end of gRPC's message, the part that differs between errors."""
     found = re.search(r"(OPENSSL_internal:|Custom verification).*", text, re.DOTALL)
     return " ".join((found[0] if found else text).split())[:200]
 
 
 # -----------------------------------------------------------------------------
-# How long to wait before asking again.
+# Pauses between attempts.
 # -----------------------------------------------------------------------------
 
 
@@ -274,9 +275,9 @@ _JITTER = 0.2
 
 
 class Pause:
-    """A pause that grows each time nothing has come, with jitter, and starts small again.
+    """A pause with jitter that grows from one attempt to the next until it is reset.
 
-    Jitter keeps devices that lost their server in the same moment from coming back in one.
+    Jitter spreads the attempts of devices that lost their server at the same moment.
 
     Parameters
     ----------
@@ -285,7 +286,7 @@ class Pause:
     growth : float
         Factor from one pause to the next.
     uniform : Callable
-        Source of chance: takes bounds, returns a number between them.
+        Returns a random number between two bounds.
     """
 
     def __init__(
@@ -318,13 +319,13 @@ class Pause:
 
 
 _DEADLINE_SECONDS = 120.0
-"""Longest time for one call; the largest object of a model has to get through a slow link."""
+"""Longest time for one call, enough for the largest object of a model on a slow link."""
 _PULL_DEADLINE_SECONDS = 20.0
 _LEAVE_DEADLINE_SECONDS = 3.0
 
 _Code = grpc.StatusCode
 _PASSING = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.RESOURCE_EXHAUSTED, _Code.ABORTED}
-# gRPC's server cancels calls that it has no time for: to join anew would give it more to do.
+# An overloaded gRPC server cancels calls; joining again would increase the load.
 _PASSING |= {_Code.CANCELLED}
 _PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS}
 _REFUSED = {_Code.UNAUTHENTICATED, _Code.FAILED_PRECONDITION}
@@ -341,11 +342,11 @@ class StoppedError(Exception):
 
 
 class RunOverError(Exception):
-    """The SuperLink takes nothing more for this run."""
+    """The SuperLink accepts no more messages for this run."""
 
 
 class NotAcceptedError(Exception):
-    """The SuperLink knows the node's key, if at all, as that of a node that is online."""
+    """The SuperLink does not know the node's key, or another node with it is online."""
 
 
 class OtherTransportError(Exception):
@@ -358,7 +359,7 @@ class PatientCalls:
     Attributes
     ----------
     leaving : bool
-        The connection is being closed: calls are made once, with a short deadline.
+        Whether the connection is being closed: calls are made once, with a short deadline.
     pull_failed : bool
         True if a request for the next message failed after it may have reached the SuperLink,
         which hands a message out only once.
@@ -396,7 +397,7 @@ class PatientCalls:
             except grpc.RpcError as error:
                 if self.leaving:
                     raise
-                reason = self._judge(error, tries)
+                reason = self._temporary_error(error, tries)
                 arrived |= not _never_sent(error)
                 self.pull_failed |= pull and arrived
                 if tries == 1:
@@ -407,14 +408,14 @@ class PatientCalls:
                 if tries > 1:
                     log.info("%s can be reached again", self._address)
                 if arrived and fleet.is_object_push(request):
-                    # A part that arrived before its answer got lost is not taken a second time.
+                    # The SuperLink refuses a part that arrived although the answer was lost.
                     result.stored = True
                 self._answered = True
                 self.answered()
                 return result
 
     def wait_for(self, call: grpc.Future) -> bool:
-        """Wait for the end of a call; return whether it has come, not a reason to stop."""
+        """Wait for the end of a call or a reason to stop; return whether the call has ended."""
         reader, writer = os.pipe()
         try:
             done = threading.Event()
@@ -427,23 +428,23 @@ class PatientCalls:
             stopped = self._stop.wait_or(reader)
             if stopped:
                 call.cancel()
-            # The callback writes to the pipe, which is closed only then.
+            # The callback writes to the pipe, so it must end before the pipe is closed.
             done.wait()
             return not stopped
         finally:
             os.close(reader)
             os.close(writer)
 
-    def _judge(self, error: grpc.RpcError, tries: int) -> str:
-        """Return what failed if a call is worth another try; else raise what that means."""
+    def _temporary_error(self, error: grpc.RpcError, tries: int) -> str:
+        """Return the description of an error that may pass; raise the others."""
         code, text = error.code(), fleet.error_text(error)
-        trouble = passing_trouble(text, self._address)
+        trouble = temporary_tls_error(text, self._address)
         if trouble is not None:
             return trouble
         if code is _Code.PERMISSION_DENIED:
             raise RunOverError(text)
         if code in _REFUSED and "timestamp" in text.lower():
-            # Boards without a battery start with a wrong clock, until they hear from a server.
+            # Boards without a battery start with a wrong clock until a time server answers.
             return f"{self._address} does not accept this device's clock: set the time"
         if code is _Code.UNAUTHENTICATED:
             if "node id" in text.lower():
@@ -474,11 +475,11 @@ class PatientCalls:
             raise OtherTransportError
         reason = _one_line(text)
         if _TOO_LARGE in text:
-            raise RejoinError(f"{self._address} takes no reply of this size: {reason}")
+            raise RejoinError(f"{self._address} refuses a reply of this size: {reason}")
         if code not in _PASSING and (code not in _PUZZLING or tries >= _PUZZLING_TRIES):
             raise RejoinError(f"{code.name}: {reason}")
         if self._endpoint.insecure and not self._answered and "Socket closed" in reason:
-            reason += "; perhaps it wants TLS: then leave out --insecure"
+            reason += "; perhaps it requires TLS: then leave out --insecure"
         if self._endpoint.transport == fleet.HTTP and not self._answered:
             reason += "; perhaps it speaks gRPC: then use --transport grpc"
         return f"{self._address} cannot be reached, trying again: {reason}"
@@ -493,7 +494,7 @@ def join(
     answered: Callable[[], None] = lambda: None,
     device: str = "",
 ) -> AbstractContextManager[Link]:
-    """Go online as one node of a SuperLink, and offline on the way out.
+    """Go online as one node of a SuperLink within the context, and offline at its end.
 
     Parameters
     ----------
@@ -504,18 +505,18 @@ def join(
     stop : StopSignal
         Ends every wait for the network.
     register : bool
-        Make the node known to the SuperLink first, and forget it on the way out.
+        Whether to register the node with the SuperLink first, and unregister it at the end.
     answered : Callable
         Called after every answer of the SuperLink, from several threads.
     device : str
-        Id that the device was given; empty if there is none.
+        Configured id of the device; empty without one.
     """
     calls = PatientCalls(stop, endpoint, answered)
     return fleet.connect(endpoint, keys, calls, register=register, device=device)
 
 
 def _never_sent(error: grpc.RpcError) -> bool:
-    """Return whether a call failed before anything left this machine."""
+    """Return whether a call failed before anything was sent."""
     text = fleet.error_text(error).lower()
     return error.code() is _Code.UNAVAILABLE and any(part in text for part in _NEVER_SENT)
 
@@ -533,16 +534,16 @@ _SHORTEST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
 """Bounds in seconds of the pause between two requests for work."""
 _ABSENCE_SECONDS = 12.0
-"""Time offline after which every strategy has noticed that a node left: it looks every 5 s."""
+"""Time offline after which every strategy has noticed that a node left; they check every 5 s."""
 _LINGER_SECONDS = 3.5
-"""Time online after a reply. A SuperLink throws the replies of a node away as soon as it is
-offline, and Flower's own strategies look for them every 3 s."""
+"""Time to stay online after a reply. A SuperLink discards the replies of an offline node, and
+Flower's own strategies fetch replies every 3 s."""
 _WHY_NOT = {
     False: "this key is not registered: copy its .pub file to certs/devices of the server, and "
     "device-keys, if the server has that file (stock SuperLink: flwr supernode register)",
     True: "an earlier process of this device, or another one with its key, counts as online",
 }
-"""Why a SuperLink does not let a node go online, by whether it knows its key."""
+"""Reason why a SuperLink does not let a node go online, by whether it knows the node's key."""
 
 
 @dataclass(frozen=True)
@@ -554,17 +555,17 @@ class DeviceOptions:
     endpoint : Endpoint
         Address and certificates of the SuperLink.
     keys : Callable, optional
-        Returns the registered key pair, which may be another one the next time that the device
-        joins; without it the device registers a key of its own making.
+        Returns the registered key pair, which is read again each time the device joins; by default
+        the device makes and registers a key.
     node_config : Mapping
-        Node configuration that its ClientApp gets. Without ``device-id`` the device has the id of
-        its key at the server, or the host's name if there is neither that nor ``partition-id``.
+        Node configuration for the ClientApp. Without ``device-id`` the device has the id of its key
+        at the server; without that and ``partition-id``, the host's name.
     trust : Trust
         Apps, models and files that the owner allows; by default all.
     memory_limit : int or None
-        MiB of data that the process may hold.
+        Limit of the process's own data, in MiB.
     grace : float
-        Seconds that a task has left once the device is told to stop.
+        Seconds that a task may continue after the device is told to stop.
     health_file : Path or None
         Touched while the SuperLink answers.
     when : When
@@ -584,17 +585,17 @@ class DeviceOptions:
 def run_device(options: DeviceOptions) -> None:
     """Answer messages until SIGTERM, SIGINT or, unless it is ignored, SIGHUP.
 
-    The task in work is then finished, or returned with an error reply, and the node goes offline;
-    a second SIGTERM or SIGINT hurries both.
+    The current task is then finished, or answered with an error reply, and the node goes offline. A
+    second SIGTERM or SIGINT ends the task and the wait at once.
 
     Raises
     ------
     UserError
-        The SuperLink will never take this device, or an option cannot be met.
+        The SuperLink will never accept this device, or an option is impossible.
     """
     check_data_file(options.node_config, options.trust)
-    # A device is online when it can begin to work, not some seconds before; what cannot work is
-    # said at once. Torch is most of what the process holds: it counts in the memory's limit.
+    # Loaded before the device goes online, so that it can work at once and errors appear at the
+    # start. Torch takes most of the process's memory, so it is loaded before the limit is checked.
     import raceme.client_app  # noqa: F401
     from raceme.training.machine import ways_of
 
@@ -607,7 +608,7 @@ def run_device(options: DeviceOptions) -> None:
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
-            # A terminal that is closed may send its signal several times.
+            # A terminal that is closed may send SIGHUP several times.
             if number == signal.SIGHUP:
                 return
             hurry.set()
@@ -619,13 +620,15 @@ def run_device(options: DeviceOptions) -> None:
         signal.signal(number, on_signal)
     with closing(apps):
         invitations = Invitations(options.when)
-        tasks = Tasks(apps, options.node_config, interrupter, invitations)
+        tasks = TaskRunner(apps, options.node_config, interrupter, invitations)
         _stay_online(options, tasks, stop, hurry)
     log.info("offline")
 
 
-def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: StopSignal) -> None:
-    """Join, answer, and join again, until told to stop."""
+def _stay_online(
+    options: DeviceOptions, tasks: TaskRunner, stop: StopSignal, hurry: StopSignal
+) -> None:
+    """Join, answer messages, and join again, until told to stop."""
     pause = Pause(1.0, 30.0, growth=1.7)
     health = None if options.health_file is None else HealthFile(options.health_file)
     answered = (lambda: None) if health is None else health.answered
@@ -634,13 +637,13 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
     absent = False
     endpoint = options.endpoint
     while not stop.is_set():
-        # A key stands for one node: a device that joins again without a registered one is a new
-        # node, and the strategy sees at once that the old one's work is lost.
+        # A key stands for one node. A device without a registered key joins again as a new node, so
+        # that the strategy sees at once that the old node's work is lost.
         if options.keys is not None:
             try:
                 registered = options.keys()
             except UserError:
-                # A file that is just being written leaves the device the key that it had.
+                # While the file is being written, the device keeps its former key.
                 if registered is None:
                     raise
         keys = registered or generate_keys()
@@ -663,7 +666,8 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
                 log.info("stopping")
                 hurry.wait(tasks.answered_at + _LINGER_SECONDS - time.monotonic())
         except NotAcceptedError:
-            # A node that has only just been registered was never online, and need not be missed.
+            # A node that was just registered has never been online, so there is no absence to
+            # notice.
             absent = knows_key(endpoint, keys) is not False
             seconds = pause.next()
             log.warning("not accepted: %s; next try in %.0f s", _WHY_NOT[absent], seconds)
@@ -678,19 +682,20 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
             log.info("%s speaks HTTP", endpoint.address)
         except RejoinError as error:
             log.warning("joining again: %s", error)
-            # A node that was away is sent anew what it was sent before.
+            # A node that was offline receives its messages again.
             tasks.invitations.drop()
-            # With a registered key the node keeps its id, and has to be missed first.
+            # With a registered key the node keeps its id; the strategy must notice its absence
+            # first.
             stop.wait(pause.next() if register else _ABSENCE_SECONDS)
         except StoppedError:
             return
 
 
-def _serve(link: Link, tasks: Tasks, stop: StopSignal) -> None:
-    """Ask for work, often after a reply and less and less often while there is none.
+def _serve(link: Link, tasks: TaskRunner, stop: StopSignal) -> None:
+    """Request work: at once after a reply, and less and less often while there is none.
 
-    A server that lets devices wait for work is asked again at once. Invitations that are held are
-    accepted meanwhile, when the device wishes.
+    A server that lets devices wait for work is asked again at once. Invitations are accepted
+    meanwhile when they are due.
     """
     pause = Pause(_SHORTEST_PAUSE, _LONGEST_PAUSE)
     while not stop.is_set():
@@ -698,7 +703,7 @@ def _serve(link: Link, tasks: Tasks, stop: StopSignal) -> None:
             received = link.receive(min(LONGEST_WAIT, tasks.invitations.next_in()))
             if received is not None:
                 tasks.answer(link, *received)
-            if tasks.follow_wish(link) or received is not None:
+            if tasks.handle_due_invitation(link) or received is not None:
                 pause.reset()
                 continue
             if link.waited:

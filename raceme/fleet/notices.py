@@ -1,4 +1,4 @@
-"""Notices of a server to its operator, by a webhook: what needs attention."""
+"""Notices of a server to its operator, by a webhook, about events that need attention."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger("raceme.serve")
 
 _LOOK_SECONDS = 10.0
 _GONE_SECONDS = 300.0
-"""Time that half of the devices are away before a notice."""
+"""Time for which half of the devices are offline before a notice."""
 _FALL = 0.1
-"""Share of the best result that may be lost before it is said."""
+"""Loss of the best result, as a share of it, from which on there is a notice."""
 _LEAST_FREE = 500 << 20
 _DAYS_LEFT = timedelta(days=14)
 _SEND_SECONDS, _TRIES = 10.0, 3
@@ -54,7 +54,7 @@ class Webhook:
         self._queue.put(said)
 
     def close(self) -> None:
-        """Wait until all are sent, or given up."""
+        """Wait until all notices are sent, or given up."""
         self._queue.put(None)
         self._thread.join(_TRIES * 2 * _SEND_SECONDS)
 
@@ -72,7 +72,7 @@ class Webhook:
 
 
 class Notices(EventHandler):
-    """Notices trouble once, and again after it was over: an observer, looked at in turns.
+    """Sends one notice at the start of each problem. An observer of the run's events.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Notices(EventHandler):
     online : Callable
         Returns the number of devices that are online.
     certificate_until : Callable
-        Returns when the server's certificate expires; None without.
+        Returns the time at which the server's certificate expires; None without one.
     clock : Callable
         Monotonic, in seconds; replaceable for tests.
     """
@@ -105,7 +105,7 @@ class Notices(EventHandler):
         self._reported: set[str] = set()
 
     def on_evaluated(self, event: Evaluated) -> None:
-        """Notice results that are a tenth worse than the best so far."""
+        """Send a notice if results are a tenth worse than the best so far."""
         score, measure = event.accuracy, event.measure
         if not math.isfinite(score):
             return
@@ -118,17 +118,17 @@ class Notices(EventHandler):
         self._report("accuracy-fell", is_worse, text + measure.shown(best))
 
     def on_run_ended(self, event: RunEnded) -> None:
-        """Say that the run has ended."""
+        """Send a notice that the run has ended."""
         self._send(
             "run-ended", f"the run ended after {plural(event.updates, 'update')}: {event.reason}"
         )
 
     def stopped(self, reason: str) -> None:
-        """Say that the server has stopped with an error."""
+        """Send a notice that the server has stopped with an error."""
         self._send("run-ended", f"the server has stopped: {reason}")
 
-    def look(self) -> bool:
-        """Look at devices, disk and certificate, in the method's thread; return False."""
+    def check(self) -> bool:
+        """Check devices, disk and certificate, in the method's thread; return False."""
         now = self._clock()
         if now < self._looked_at + _LOOK_SECONDS:
             return False
@@ -151,7 +151,7 @@ class Notices(EventHandler):
         return False
 
     def _report(self, event: str, is_so: bool, text: str) -> None:
-        """Send a notice when a trouble begins."""
+        """Send a notice when a problem begins."""
         if is_so and event not in self._reported:
             self._send(event, text)
         if is_so:

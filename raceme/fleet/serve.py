@@ -1,4 +1,4 @@
-"""`raceme serve`: one process that devices connect to and that holds the strategy."""
+"""`raceme serve`: one process to which devices connect and which runs the strategy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from raceme.fleet.certificates import (
     access_to,
     expiry,
     read_certificates,
-    warn_if_early,
+    warn_if_not_yet_valid,
 )
 from raceme.fleet.notices import Notices, Webhook
 from raceme.fleet.served_grid import Rollouts, ServedGrid
@@ -100,7 +100,8 @@ from raceme.training.models import initial_arrays
 
 def app_of(config: RunConfig) -> App:
     """Return this package as the app bundle that the devices of a run fetch."""
-    # The server's paths are its own affair, and the same run must have the same bundle again.
+    # The server's paths are left out: devices do not need them, and a run must have the same bundle
+    # after a restart.
     keys = config.with_values(out="", resume="", trust="", device_keys="", labels="").to_mapping()
     keys.pop(DATA_FILE, None)
     keys[DATA_SHAPE] = shape_in_words(datasets.data_shape(config))
@@ -109,7 +110,7 @@ def app_of(config: RunConfig) -> App:
     project = {
         "project": {
             "name": "raceme",
-            # That of the code that a device of the same protocol takes for it.
+            # The version by which a device of the same protocol uses its own code.
             "version": SINCE,
             "description": "Asynchronous, clustered federated learning on Flower",
             "license": "Apache-2.0",
@@ -126,17 +127,17 @@ def app_of(config: RunConfig) -> App:
 
 
 # -----------------------------------------------------------------------------
-# Figures for Prometheus, in its own text or that of OpenMetrics.
+# Metrics for Prometheus, in its own text format or that of OpenMetrics.
 # -----------------------------------------------------------------------------
 
 
 Encoder = Callable[[Collector], bytes]
-"""Writes figures as text."""
+"""Encodes metrics as text."""
 MOST_DEVICES = 500
-"""Devices that are listed one by one: those that are silent for longest."""
+"""Maximum number of devices with metrics of their own: those that are silent for longest."""
 _LONGEST_NAME = 64
 _MOST_LABELS = 16
-"""Names of labels of all devices together; a device can make no more."""
+"""Maximum number of label names of all devices together."""
 _STALENESS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 REASONS = {
@@ -157,14 +158,14 @@ REASONS = {
     "too large": "not-finite",
     "unusable numbers": "not-finite",
 }
-"""Beginning of a reason to the label that it is counted under: a device cannot make labels."""
+"""Labels of rejections, by the beginning of the reason. Devices cannot create labels."""
 _JUDGED, _OTHER = "verdict", "other"
 
 
 class Metrics(EventHandler, Collector):
-    """Counts the events of a run, and looks at the fleet when it is asked.
+    """Counts the events of a run as an observer, and reads the fleet's state on request.
 
-    An observer. Counts begin at 0 when the process does, as Prometheus expects.
+    Counts begin at 0 with the process, as Prometheus expects.
 
     Parameters
     ----------
@@ -184,7 +185,7 @@ class Metrics(EventHandler, Collector):
     evaluated : Evaluated or None
         The latest evaluation.
     rollouts : Rollouts or None
-        The versions of the clusters' models, if any are kept.
+        The versions of the clusters' models, if any are stored.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Metrics(EventHandler, Collector):
         self._judged: tuple[str, str] | None = None
         self._state, self._present, self._clock = state, names, clock
         self._started = clock()
-        # Last call of each node, and of devices whose nodes are no more; the devices of the nodes.
+        # Last call of each node, and of devices whose nodes are gone; the device of each node.
         self._called_at: dict[int, float] = {}
         self._last: dict[str, float] = {}
         self._names: dict[int, str] = {}
@@ -250,7 +251,7 @@ class Metrics(EventHandler, Collector):
         self._count_bytes(event.bytes_down, event.bytes_up)
 
     def on_answer_taken(self, event: AnswerTaken) -> None:
-        """Count the bytes of an answer that is no update."""
+        """Count the bytes of an answer to other work than training."""
         self._count_bytes(event.bytes_down, event.bytes_up)
 
     def _count_bytes(self, down: int, up: int) -> None:
@@ -258,32 +259,32 @@ class Metrics(EventHandler, Collector):
         self._up.inc(up)
 
     def on_evaluated(self, event: Evaluated) -> None:
-        """Keep the latest evaluation."""
+        """Store the latest evaluation."""
         self._evaluations.inc()
         self.evaluated = event
 
     def on_measured(self, event: Measured) -> None:
-        """Keep the latest value of a measure that has one number."""
+        """Store the latest value of a measure with a single number."""
         if not event.schema.per and isinstance(event.values.get(event.schema.value), int | float):
             self._measured[event.schema.name] = event
 
     def on_update_judged(self, event: UpdateJudged) -> None:
-        """Note an update that a feature keeps out: its rejection follows."""
+        """Record that a feature refuses an update; its rejection follows."""
         self._verdicts.labels(event.verdict).inc()
-        self._judged = (event.client, event.reason) if event.verdict.keeps_out else None
+        self._judged = (event.client, event.reason) if event.verdict.is_withheld else None
 
     def on_update_rejected(self, event: UpdateRejected) -> None:
-        """Count a rejection by its reason, or as a verdict."""
+        """Count a rejection by its reason, or by a feature's verdict."""
         is_judged = self._judged == (event.client, event.reason)
         self._judged = None
         self._rejections.labels(_JUDGED if is_judged else label_of(event.reason)).inc()
 
     def on_claim_refused(self, _event: ClaimRefused) -> None:
-        """Count a node that has stated the id of another device."""
+        """Count a node that stated the id of another device."""
         self._refused_claims.inc()
 
     def rejections(self) -> dict[str, int]:
-        """Return how many replies were rejected since the process began, by reason."""
+        """Return the numbers of rejected replies since the process began, by reason."""
         return {
             sample.labels["reason"]: int(sample.value)
             for family in self._rejections.collect()
@@ -292,13 +293,13 @@ class Metrics(EventHandler, Collector):
         }
 
     def page(self, encode: Encoder = generate_latest) -> bytes:
-        """Return all figures as text, by default that of OpenMetrics."""
+        """Return all metrics as text, by default in the format of OpenMetrics."""
         return encode(self._registry)
 
-    # The fleet and single devices, computed when they are asked for.
+    # The fleet and single devices, computed on request.
 
     def note_call(self, node_id: int) -> None:
-        """Note that a node has made a call."""
+        """Record that a node has made a call."""
         self._called_at[node_id] = self._clock()
         if node_id not in self._names and (name := self._present().get(node_id)) is not None:
             self._names[node_id] = name
@@ -307,7 +308,7 @@ class Metrics(EventHandler, Collector):
             self._forget_nodes()
 
     def _forget_nodes(self) -> None:
-        """Drop nodes that are no more; keep when their devices have last called."""
+        """Drop nodes that are gone; keep the times of their devices' last calls."""
         for node, called in list(self._called_at.items()):
             if node not in self._state.nodes:
                 del self._called_at[node]
@@ -316,13 +317,14 @@ class Metrics(EventHandler, Collector):
                     self._last[name] = max(called, self._last.get(name, called))
 
     def silences(self) -> list[tuple[float, str]]:
-        """Return the seconds since the last call of each device, and the device, longest first."""
+        """Return the seconds since each device's last call, with the device, longest first."""
         self._forget_nodes()
         last, present = dict(self._last), self._present()
-        # Devices of a resumed run that have not called this process are silent since its start.
+        # Devices of a resumed run that have not called this process count as silent since its
+        # start.
         silent = dict.fromkeys(present, self._started)
         for node, called in {**silent, **self._called_at}.items():
-            # A node that waits for work may have called before the method knew its device.
+            # A waiting node may have called before the method knew its device.
             if node not in self._names and node in present:
                 self._names[node] = present[node]
             name = self._names.get(node, f"node {node}")
@@ -331,7 +333,7 @@ class Metrics(EventHandler, Collector):
         return sorted(((now - called, name) for name, called in last.items()), reverse=True)
 
     def _quality(self, event: Evaluated) -> Iterator[GaugeMetricFamily]:
-        """Yield what the latest evaluation has found: of all its devices, and by cluster."""
+        """Yield the results of the latest evaluation, for all devices and by cluster."""
         measure = event.measure
         yield GaugeMetricFamily("raceme_loss", "Mean loss of the devices", event.loss)
         devices = GaugeMetricFamily(
@@ -352,7 +354,7 @@ class Metrics(EventHandler, Collector):
         yield GaugeMetricFamily(f"raceme_worst_tenth_{measure.name}", title, event.worst_tenth)
 
     def _versions(self, rollouts: Rollouts) -> Iterator[Metric]:
-        """Yield which versions are in use, and how many came into use or were held."""
+        """Yield the versions in use, and the numbers of versions by outcome."""
         in_use = GaugeMetricFamily(
             "raceme_version_in_use", "Number of the version in use", labels=["cluster"]
         )
@@ -367,7 +369,7 @@ class Metrics(EventHandler, Collector):
         yield decided
 
     def collect(self) -> Iterator[Metric]:
-        """Yield gauges of devices, messages and quality, as of the moment of the request."""
+        """Yield gauges of devices, messages and quality at the time of the request."""
         if self.evaluated is not None:
             yield from self._quality(self.evaluated)
         for name, event in self._measured.items():
@@ -392,12 +394,13 @@ class Metrics(EventHandler, Collector):
         yield GaugeMetricFamily("raceme_devices_known", "Devices that have called so far", known)
         listed: dict[str, tuple[float, Mapping[str, str]]] = {}
         for seconds, name in silences[:MOST_DEVICES]:
-            # Two names may begin alike: the longer silence counts.
+            # Shortened names may coincide: the longer silence counts.
             listed.setdefault(printable(name, _LONGEST_NAME), (seconds, self._labels(name)))
         known_labels = sorted({label for _, own in listed.values() for label in own})[:_MOST_LABELS]
         words = GaugeMetricFamily(
             "raceme_device_silence_seconds",
-            f"Since a device's last word; of the {MOST_DEVICES} that are silent for longest",
+            f"Time since a device's last call, for the {MOST_DEVICES} devices that are silent for "
+            f"longest",
             labels=["device", *(f"label_{label}" for label in known_labels)],
         )
         for name, (seconds, own) in listed.items():
@@ -416,36 +419,36 @@ def label_of(reason: str) -> str:
 
 
 Health = Callable[[], tuple[bool, Mapping[str, object]]]
-"""Returns whether all is well, and the details."""
+"""Returns whether the server is healthy, and the details."""
 
 
 def _encoder(accept: str) -> tuple[Encoder, str]:
-    """Return the encoder of the text that a monitor accepts, and the type of this text."""
+    """Return the encoder for the text format that a monitor accepts, and its content type."""
     try:
         return choose_encoder(accept)
     except (TypeError, ValueError):
-        # A version that is no number.
+        # A version in the header that is not a number.
         return choose_encoder("")
 
 
 class StatusPort:
-    """Answers while it is entered.
+    """HTTP port for monitors, open within the context.
 
     Parameters
     ----------
     address : str
         ``HOST:PORT``.
     page : Callable
-        Returns the figures of the run by an encoder, as the body of the response.
+        Returns the body of ``/metrics``, given an encoder.
     health : Callable
-        Returns whether all is well, and the details; see `Health`.
+        Returns whether the server is healthy, and the details; see `Health`.
     certificates : Path, optional
         The folder of `raceme certs`: for HTTPS, and for the token of requests.
 
     Raises
     ------
     UserError
-        The port is in use, the address is not this host's, or a token cannot be read.
+        The port is in use, the address is not this host's, or the token cannot be read.
     """
 
     def __init__(
@@ -468,7 +471,7 @@ class StatusPort:
         self._server = http_server(
             Starlette(routes=[Route("/{path:path}", self._answer)]),
             self._access.tls(),
-            # uvloop would accept connections past the limit of the listener.
+            # uvloop would bypass the listener's limit of connections.
             loop="asyncio",
             log_level="critical",
             server_header=False,
@@ -489,10 +492,10 @@ class StatusPort:
 
     def _answer(self, request: Request) -> Response:
         path = request.url.path
-        if not self._access.admits(request.headers.get("host", "")):
+        if not self._access.accepts_host(request.headers.get("host", "")):
             return PlainTextResponse("This address is not the server's.\n", 400)
         given = bearer(request.headers.get("authorization", ""))
-        may_look = not self._access.token or self._access.knows([given])
+        may_look = not self._access.token or self._access.has_token([given])
         if not may_look and path != "/healthz":
             said = {"www-authenticate": "Bearer"}
             return PlainTextResponse("This needs a token.\n", 401, said)
@@ -515,7 +518,7 @@ class StatusPort:
 
 _KEPT_REQUESTS = 10_000
 _PER_CLIENT = ("per_client", "steps", "groups")
-"""Fields of evaluations that are left to `run.sqlite`, to keep lines short."""
+"""Fields of evaluations that are left out, to keep lines short; `run.sqlite` has them."""
 
 
 class EventLog:
@@ -529,11 +532,11 @@ class EventLog:
 
     def __init__(self, method: Method) -> None:
         self._method, self._last = method, -1
-        # Events name no request, but when it was sent.
+        # Events do not name requests, but the time at which they were sent.
         self._sent: dict[tuple[str, float], int] = {}
 
-    def look(self) -> bool:
-        """Log what was sent since the last look, in the method's thread; return False."""
+    def log_requests(self) -> bool:
+        """Log requests sent since the last call, in the method's thread; return False."""
         new: list[InFlight] = []
         for task in reversed(self._method.progress.in_flight.values()):
             if task.number <= self._last:
@@ -563,7 +566,7 @@ class EventLog:
 
 
 def fields_of(event: Event) -> dict[str, Any]:
-    """Return the fields of an event as JSON has them, without those with a value per client."""
+    """Return the fields of an event for JSON, without those with a value per client."""
     if isinstance(event, Measured):
         found = {"time": event.time, "updates": event.updates, "name": event.name, **event.values}
         return {name: plain(value) for name, value in found.items()}
@@ -581,10 +584,9 @@ def fields_of(event: Event) -> dict[str, Any]:
 
 
 class FleetCommands:
-    """The public methods are the commands, carried out in the method's thread, between two events.
+    """Commands of `raceme fleet`: the public methods, which run in the method's thread.
 
-    Each returns what JSON can hold. The names of values that end with ``_seconds`` are shown as
-    durations.
+    Each returns values for JSON; those whose names end with ``_seconds`` are shown as durations.
 
     Parameters
     ----------
@@ -595,7 +597,7 @@ class FleetCommands:
     metrics : Metrics
         Figures of the run.
     health : Callable
-        Whether all is well, and the details.
+        Returns whether the server is healthy, and the details; see `Health`.
     """
 
     def __init__(
@@ -621,7 +623,7 @@ class FleetCommands:
         return method
 
     def status(self) -> dict[str, Any]:
-        """Return how the run is."""
+        """Return the status of the run."""
         method, tested, (well, health) = self._method, self._metrics.evaluated, self._health()
         progress = method.progress
         said: dict[str, Any] = {
@@ -648,19 +650,19 @@ class FleetCommands:
         return said
 
     def devices(self) -> list[dict[str, Any]]:
-        """Return all devices, a few values of each."""
+        """Return all devices, with a few values each."""
         names = ("device", "state", "version", "cluster", "updates", "silent_seconds")
         score = "accuracy" if (tested := self._metrics.evaluated) is None else tested.measure.name
         return [
             {name: found[name] for name in (*names, score) if name in found}
-            for found in self._shown(self._method.progress.fleet.clients)
+            for found in self._device_rows(self._method.progress.fleet.clients)
         ]
 
     def show(self, device: str) -> dict[str, Any]:
-        """Return what is known of a device."""
+        """Return all values of a device."""
         known = self._method.progress.fleet.clients
         check_known("device", device, known, "raceme fleet devices")
-        (found,) = self._shown([device])
+        (found,) = self._device_rows([device])
         return found
 
     @property
@@ -670,7 +672,7 @@ class FleetCommands:
         return self._metrics.rollouts
 
     def versions(self) -> list[dict[str, Any]]:
-        """Return the versions that are kept."""
+        """Return the stored versions."""
         rollouts, store = self._rollouts, self._rollouts.store
         score = "error" if store.of_errors else "accuracy"
         return [
@@ -687,7 +689,7 @@ class FleetCommands:
         ]
 
     def rollback(self, cluster: int, to: int | None) -> dict[str, Any]:
-        """Let a cluster's devices use an earlier version, or new ones again."""
+        """Roll a cluster's devices back to an earlier version, or allow new ones again."""
         version = self._rollouts.rollback(cluster, to)
         return {
             "cluster": cluster,
@@ -695,15 +697,17 @@ class FleetCommands:
             "new_versions": "come into use again" if to is None else "are held",
         }
 
-    def _shown(self, devices: Iterable[str]) -> list[dict[str, Any]]:
-        """Return what is known of some devices."""
+    def _device_rows(self, devices: Iterable[str]) -> list[dict[str, Any]]:
+        """Return all values of some devices."""
         silences = {name: seconds for seconds, name in self._metrics.silences()}
         progress = self._method.progress
         open_tasks = (*progress.held.values(), *progress.in_flight.values())
         tasks = {task.client: task for task in open_tasks}
-        return [self._one(name, tasks.get(name), silences.get(name)) for name in devices]
+        return [self._device_row(name, tasks.get(name), silences.get(name)) for name in devices]
 
-    def _one(self, device: str, task: InFlight | None, silent: float | None) -> dict[str, Any]:
+    def _device_row(
+        self, device: str, task: InFlight | None, silent: float | None
+    ) -> dict[str, Any]:
         method = self._method
         client, tested = method.progress.fleet.clients[device], self._metrics.evaluated
         placement = method.placement(device)
@@ -731,7 +735,7 @@ class FleetCommands:
 
 
 # -----------------------------------------------------------------------------
-# One process that devices connect to and that holds the strategy.
+# The server: one process to which devices connect and which runs the strategy.
 # -----------------------------------------------------------------------------
 
 
@@ -741,30 +745,32 @@ GridT = TypeVar("GridT", bound=ServedGrid)
 
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
-"""A server that has not answered a call, or a method not looked for replies, for so long fails."""
+"""Time limits, for an answer to a call and for the method's next look for replies, beyond which the
+server counts as unhealthy."""
 _KEPT_VERSIONS = 5
-"""Versions of each cluster's model, where nothing else is said and the run has no limit."""
+"""Default number of stored versions of each cluster's model in a run without a limit."""
 _LEAST_EVAL_EVERY = 10
-"""Updates between two evaluations, where nothing else is said."""
+"""Default number of updates between two evaluations in a fleet with fewer clients."""
 _LEAST_LIMIT, _MODELS_LIMIT = 16 << 20, 8
-"""Bytes of a reply: so many, and so many times those of the model. No method sends more."""
+"""Maximum size of a reply: a number of bytes plus a multiple of the model's size, more than any
+method needs."""
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
 
 
 def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
-    """Check the configuration of a run, and resume what is in its folder.
+    """Check the configuration of a run, and prepare to resume the run in its folder, if any.
 
     Parameters
     ----------
     keys : Mapping[str, Value]
         Keys of the run.
     clients_min : int
-        Devices that training waits for.
+        Number of devices for which training waits.
 
     Raises
     ------
     UserError
-        It cannot work.
+        The configuration cannot work.
     """
     config = RunConfig.from_mapping({"strategy": FEW_DEVICES, **keys})
     given, is_limited = config.eval_every, config.max_updates or config.max_rounds
@@ -772,7 +778,7 @@ def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
     if not is_limited:
         config = config.with_values(max_updates=0)
     if given is None:
-        # Each evaluation costs a device its time.
+        # Evaluations take time on devices.
         config = config.with_values(eval_every=max(config.num_clients, _LEAST_EVAL_EVERY))
     experiment.check_fleet(config, experiment.build_strategy(config), clients_min)
     folder = config.resume or config.out
@@ -781,7 +787,7 @@ def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
 
 
 def with_registry(keys: Mapping[str, Value], certificates: Path | None) -> Mapping[str, Value]:
-    """Take ids and labels from the files that `raceme certs` has left, unless others are named."""
+    """Use the files of ids and labels that `raceme certs` wrote, unless others are given."""
     files = {DEVICE_KEYS: DEVICE_KEYS, "labels": LABELS}
     folder = Path() if certificates is None else certificates
     found = {key: str(folder / name) for key, name in files.items() if (folder / name).is_file()}
@@ -790,9 +796,9 @@ def with_registry(keys: Mapping[str, Value], certificates: Path | None) -> Mappi
 
 
 def is_complete(config: RunConfig) -> bool:
-    """Return whether the run in the folder has come to its end, with the same limits.
+    """Return whether the run in the folder has already ended, with the same limits.
 
-    A service that is started again at every boot must not work on a run that is over.
+    A service that starts at every boot must not continue a complete run.
     """
     out = Path(config.out)
     if not config.resume or not (out / SUMMARY).is_file():
@@ -805,9 +811,9 @@ def is_complete(config: RunConfig) -> bool:
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """Let no other user read the files that are made meanwhile.
+    """Make new files unreadable for other users within the context.
 
-    They say which devices there are, what is alike in their data, and what they have learned.
+    The files name the devices, and show similarities of their data and their models.
     """
     before = os.umask(0o077)
     try:
@@ -828,9 +834,9 @@ def serve(
     options : ServeOptions
         Ports, certificates and other options of ``raceme serve``.
     observers : Observer
-        Called with everything that happens.
+        Receive all events.
     stop : Callable
-        Returns why the run is to end, or an empty text.
+        Returns a reason to end the run, or an empty text.
 
     Raises
     ------
@@ -852,21 +858,21 @@ def serve(
     try:
         with (
             _private_files(),
-            _noticing(options, out, state, metrics) as notices,
-            _answering(
+            _sending_notices(options, out, state, metrics) as notices,
+            _serving_connections(
                 state, options, metrics, grid_of, out, lambda: strategy, config.device_keys
             ) as grid,
         ):
             if options.certificates is not None and not config.device_keys:
                 log.warning(ON_TRUST)
-            # Counted before it is printed: who reads a line finds it in the figures.
+            # Metrics come first, so that a printed event is already counted.
             listening: list[Observer] = [metrics, *observers]
             if notices is not None:
-                grid.turns.append(notices.look)
+                grid.turns.append(notices.check)
                 listening.append(notices)
             if options.logs_events:
                 event_log = EventLog(strategy)
-                grid.turns.append(event_log.look)
+                grid.turns.append(event_log.log_requests)
                 listening.append(event_log.observe)
             if last := _versions_kept(config, options):
                 grid.rollouts = metrics.rollouts = Rollouts(
@@ -884,16 +890,16 @@ def serve(
         if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
             raise
         raise UserError(
-            f"Cannot go on writing to {config.out}: {reason}. Once this is fixed, the same "
-            "command resumes from the last checkpoint."
+            f"Cannot write to {config.out} any more: {reason}. Once this is fixed, the same "
+            f"command resumes from the last checkpoint."
         ) from error
 
 
 @contextmanager
-def _noticing(
+def _sending_notices(
     options: ServeOptions, out: Path, state: LinkState, metrics: Metrics
 ) -> Iterator[Notices | None]:
-    """Yield what sends notices to the operator, if a webhook is named; tell it of an error."""
+    """Yield the sender of notices, if there is a webhook; notify it of an error."""
     if not options.notify:
         yield None
         return
@@ -907,7 +913,7 @@ def _noticing(
 
 
 def _versions_kept(config: RunConfig, options: ServeOptions) -> int:
-    """Return how many versions of each cluster's model are kept; 0 for none."""
+    """Return the number of stored versions of each cluster's model; 0 for none."""
     if options.keep_versions is not None:
         return options.keep_versions
     limits = config.max_updates, config.max_rounds, config.max_time, config.max_compute
@@ -916,7 +922,7 @@ def _versions_kept(config: RunConfig, options: ServeOptions) -> int:
 
 
 @contextmanager
-def _answering(
+def _serving_connections(
     state: LinkState,
     options: ServeOptions,
     metrics: Metrics,
@@ -925,7 +931,7 @@ def _answering(
     method: Callable[[], Method | None],
     device_keys: str = "",
 ) -> Iterator[GridT]:
-    """Answer devices, monitors and operators meanwhile; yield the grid on the link state.
+    """Serve devices, monitors and operators within the context; yield the grid.
 
     Parameters
     ----------
@@ -938,7 +944,7 @@ def _answering(
     grid_of : Callable
         Makes the grid, given `listen` and `clients_min`.
     out : Path or None
-        The folder of the run, in which there will be a socket for commands.
+        Folder of the run, for the socket of commands.
     method : Callable
         Returns the run's method; None before it has started.
     device_keys : str
@@ -952,7 +958,7 @@ def _answering(
     certificates, registered = _credentials(options)
     if certificates is not None:
         metrics.certificate_until = expiry(certificates.certificate)
-        warn_if_early(certificates)
+        warn_if_not_yet_valid(certificates)
     state.reconnect = options.reconnect
     api = FleetApi(
         state,
@@ -972,7 +978,7 @@ def _answering(
             def begin() -> None:
                 _listen(api, options)
                 if out is not None:
-                    stack.enter_context(_taking_commands(out, grid, commands))
+                    stack.enter_context(_accepting_commands(out, grid, commands))
 
             grid = grid_of(listen=begin, clients_min=options.clients_min)
             stack.callback(grid.close)
@@ -993,7 +999,7 @@ def _answering(
 def _status_port(
     options: ServeOptions, page: Callable[[Encoder], bytes], health: Health
 ) -> StatusPort | None:
-    """Return the second port, if there is to be one."""
+    """Return the status port, if there is one."""
     if options.metrics == "off":
         return None
     _, _, port = options.address.rpartition(":")
@@ -1003,7 +1009,7 @@ def _status_port(
     except (UserError, OverflowError) as error:
         if options.metrics:
             raise
-        # It was not asked for.
+        # The default port is optional.
         log.warning("Metrics are off: %s", error)
         return None
     log.info("Metrics: %s/metrics", made.address)
@@ -1017,22 +1023,24 @@ def _status_port(
 
 
 @contextmanager
-def _taking_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> Iterator[None]:
-    """Let `raceme fleet` ask meanwhile, if the folder's file system has sockets."""
+def _accepting_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> Iterator[None]:
+    """Accept commands of `raceme fleet` within the context, if the file system supports sockets."""
     socket = ControlSocket(out, commands.by_name(), grid.wake)
     with ExitStack() as stack:
         try:
             stack.enter_context(socket)
             stack.enter_context(served_here(out))
         except OSError as error:
-            log.warning("`raceme fleet` cannot be used: no socket in %s: %s", out, error.strerror)
+            log.warning(
+                "`raceme fleet` is not available: there is no socket in %s: %s", out, error.strerror
+            )
         grid.turns.append(socket.act)
         yield
         grid.turns.remove(socket.act)
 
 
 def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Mapping[str, object]]:
-    """Return whether devices are answered and the method is at work."""
+    """Return whether calls of devices are answered and the method makes progress."""
     answers = api.answers(_ANSWER_SECONDS)
     silence = time.monotonic() - grid.looked_at
     said = {
@@ -1056,7 +1064,7 @@ def _listen(api: FleetApi, options: ServeOptions) -> None:
 def _credentials(
     options: ServeOptions,
 ) -> tuple[Certificates | None, Callable[[], Mapping[bytes, str]] | None]:
-    """Return certificates, and what lists the registered keys, if devices need one."""
+    """Return the certificates, and the registry of keys if devices need one."""
     folder = options.certificates
     if folder is None:
         return None, None
@@ -1079,31 +1087,31 @@ def _credentials(
 
 
 _OF_APPS = ("strategy", "seed", "out")
-"""Keys of a run that concern an app of the user's, beside those of the strategy."""
+"""Keys that apply to a user's own app, besides those of the strategy."""
 
 
 class AppServedGrid(ServedGrid):
     """A served grid for ServerApps that only ask for nodes and replies, as Flower's strategies do.
 
-    Its state cannot be saved: what a ServerApp has done so far is not in it.
+    It cannot be saved, as the progress of a ServerApp is unknown.
 
     Attributes
     ----------
     check_training : Callable or None
-        Called before training messages are sent; raises if they are not to be.
+        Called before training messages are sent; may raise to prevent it.
     """
 
     check_training: Callable[[], None] | None = None
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are online, as soon as there are enough of them."""
+        """Wait until enough nodes are online, and return them."""
         self._begin()
         self.looked_at = time.monotonic()
         self._has_fleet_changed()
         return super().get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and admit replies as large as models of their size need."""
+        """Send messages, and allow replies of the size that their models need."""
         messages = list(messages)
         for message in messages:
             limit = _LEAST_LIMIT + _MODELS_LIMIT * size_of(message)
@@ -1118,16 +1126,16 @@ def serve_app(
 ) -> tuple[AppEnding, str]:
     """Serve a user's Flower app to devices until its ServerApp returns.
 
-    The app is used as `flwr run` would: devices fetch its bundle, and its ServerApp is called with
-    the served grid. With the key ``strategy`` that method is started in the place of the app's
-    strategy, as by ``raceme simulate --strategy``.
+    As with `flwr run`, devices fetch the app's bundle, and its ServerApp is called with a grid.
+    With the key ``strategy``, this method replaces the app's strategy, as in ``raceme simulate
+    --strategy``.
 
     Parameters
     ----------
     folder : Path
-        Where the app's ``pyproject.toml`` is.
+        Folder of the app's ``pyproject.toml``.
     run_config : Sequence[str]
-        What changes the app's run config, as it was typed.
+        Overrides of the app's run config, as typed.
     keys : Mapping
         ``strategy``, its hyper-parameters, ``seed``, and ``out`` for the run store of the method.
     options : ServeOptions
@@ -1136,7 +1144,7 @@ def serve_app(
     Returns
     -------
     tuple[AppEnding, str]
-        How the ServerApp ended, and why if it did not return.
+        Kind of the ServerApp's end, and the reason if it did not return.
 
     Raises
     ------
@@ -1168,7 +1176,7 @@ def serve_app(
 
             methods = stack.enter_context(apps.replaced(strategy, make, observe))
         grid = stack.enter_context(
-            _answering(
+            _serving_connections(
                 state,
                 options,
                 metrics,
@@ -1188,7 +1196,7 @@ def serve_app(
 
 
 def _method_of_app(keys: Mapping[str, Value]) -> tuple[str, Callable[..., Method] | None]:
-    """Return the method that takes the place of an app's strategy, and what makes it."""
+    """Return the method that replaces an app's strategy, and its configuration."""
     strategy = str(keys.get("strategy", ""))
     own = {name: value for name, value in keys.items() if name not in _OF_APPS}
     if strategy:
@@ -1197,8 +1205,8 @@ def _method_of_app(keys: Mapping[str, Value]) -> tuple[str, Callable[..., Method
         return strategy, make
     if unused := [name for name in keys if name != "strategy"]:
         raise UserError(
-            f"--{unused[0]} concerns a method of Raceme's, and the app starts its own strategy: "
-            "name a method with --strategy. The app's own keys go into --run-config."
+            f"--{unused[0]} applies to a method of Raceme, but the app starts its own strategy: "
+            f"name a method with --strategy. Use --run-config for the app's own keys."
         )
     return "", None
 

@@ -1,4 +1,4 @@
-"""A Flower Grid in the process of the link state that serves its clients."""
+"""The grid of `raceme serve`, in one process with the link state that serves devices."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Journal:
         number = max(self._numbers(), default=0) + 1
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Updates are as private as the models in the checkpoints beside them.
+        # Readable by this user only, as updates are as private as the models in checkpoints.
         descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._file = os.fdopen(descriptor, "wb")
         return number
@@ -148,14 +148,14 @@ def _entries(file: BinaryIO) -> Iterator[list[bytes]]:
 
 
 # -----------------------------------------------------------------------------
-# A Flower Grid in the process of the link state that serves its clients.
+# A Flower grid in the same process as the link state, which serves devices.
 # -----------------------------------------------------------------------------
 
 
 _SLICE_SECONDS = 0.25
 """Time until a signal is noticed while no reply arrives."""
 _WAIT_SECONDS = 2.0
-"""Longest time in which the run does not look at its limits, checkpoints and files."""
+"""Longest time between two checks of the run's limits, checkpoints and files."""
 _FLEET_SECONDS = 0.2
 """Minimum time between two listings of the fleet."""
 _MOST = 8
@@ -183,15 +183,15 @@ class ServedGrid(PatientGrid, FleetObserver):
     clients_min : int
         Number of nodes to wait for at the start.
     stopping : Callable
-        Returns a true value once the run is to end.
+        Returns a true value once the run should end.
 
     Attributes
     ----------
     turns : list[Callable]
-        Called in the strategy's thread whenever it looks for replies; returns whether it has done
-        something that the strategy should look at.
+        Called in the strategy's thread whenever it looks for replies; each returns whether the
+        strategy should check the fleet.
     rollouts : Rollouts or None
-        Brings versions into use meanwhile.
+        Brings versions of models into use, if any are stored.
     """
 
     is_virtual = False
@@ -237,8 +237,9 @@ class ServedGrid(PatientGrid, FleetObserver):
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Wait until replies have come, the fleet has changed, or the deadline has passed.
 
-        Of many replies the earliest are returned, the others at the next call. After some seconds
-        none are, so that the run notices what else may end it, such as a full disk.
+        If there are many replies, the earliest are returned, and the others by the next call. After
+        some seconds the result is empty, so that the run can check other reasons to end, such as a
+        full disk.
         """
         self._begin()
         latest = time.monotonic() + _WAIT_SECONDS
@@ -252,7 +253,7 @@ class ServedGrid(PatientGrid, FleetObserver):
                 replies = self._state.take(wanted, _MOST)
             else:
                 self.rollouts.turn()
-                # The open messages of thousands of devices are not copied for none of a rollout.
+                # Without open messages of rollouts, those of the method are not copied.
                 open_too = self.rollouts.open.keys()
                 taken = self._state.take(wanted | open_too if open_too else wanted, _MOST)
                 replies = [reply for reply in taken if not self.rollouts.take(reply)]
@@ -279,16 +280,16 @@ class ServedGrid(PatientGrid, FleetObserver):
 
     def _has_fleet_changed(self) -> bool:
         """Return whether nodes have joined or left since the last query."""
-        if not self._look() or not self._is_open:
+        if not self._list_nodes() or not self._is_open:
             return False
         return self._online != self._nodes or bool(self._state.renewed)
 
-    def _look(self) -> bool:
-        """List the online nodes unless just done; return whether it was."""
+    def _list_nodes(self) -> bool:
+        """List the online nodes unless that was just done; return whether they were listed."""
         now = time.monotonic()
         if now < self._seen_at + _FLEET_SECONDS:
             return False
-        # For thousands of nodes it takes longer than an update.
+        # For thousands of nodes a listing takes longer than an update.
         self._seen_at, self._online = now, self._state.online()
         if not self._is_open and len(self._online) >= self._clients_min:
             self._open()
@@ -299,7 +300,7 @@ class ServedGrid(PatientGrid, FleetObserver):
         self._is_open = True
 
     def wake(self) -> None:
-        """End the wait: a reply or a command has come, or the fleet has changed."""
+        """End the wait for replies, after a reply, a command or a change of the fleet."""
         with self._news:
             self._has_news = True
             self._news.notify_all()
@@ -309,7 +310,7 @@ class ServedGrid(PatientGrid, FleetObserver):
         self.wake()
 
     def on_reply(self, message_id: str, encoded: Callable[[], list[bytes]]) -> None:
-        """Journal a reply that a restart from the last checkpoint would wait for.
+        """Write a reply to the journal if a restart from the last checkpoint would wait for it.
 
         Replies beyond a node's share are requested again after a restart.
         """
@@ -340,8 +341,8 @@ class ServedGrid(PatientGrid, FleetObserver):
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the online nodes once there are enough."""
-        self._look()
-        # A node that has begun anew is missed once, so that the strategy takes it in again.
+        self._list_nodes()
+        # A node that started again is left out once, so that the strategy greets it again.
         renewed, self._state.renewed = self._state.renewed, set()
         self._nodes = (
             [node for node in self._online if node not in renewed] if self._is_open else []
@@ -353,7 +354,7 @@ class ServedGrid(PatientGrid, FleetObserver):
         return self._state.online_nodes()
 
     def key_changes(self) -> list[tuple[str, str]]:
-        """Return the devices whose registered keys have changed since the last call, and how."""
+        """Return the devices whose registered keys changed since the last call, with the change."""
         changes = self._state.key_changes
         return [changes.popleft() for _ in range(len(changes))]
 
@@ -429,16 +430,16 @@ def saved_messages(tree: Mapping[str, Any]) -> list[Message]:
 # -----------------------------------------------------------------------------
 # Rollouts: which version of its cluster's model each device uses.
 #
-# After an evaluation the models of that moment become new versions. Some devices of the cluster
-# test a new version beside the one in use (trial), then use it (canary), then all do. Messages are
-# sent and answered beside those of the method, which knows nothing of them.
+# After an evaluation the present models become new versions. Some devices of the cluster compare a
+# new version with the one in use (trial) and then use it (canary); finally all devices use it. The
+# messages are independent of the method's.
 # -----------------------------------------------------------------------------
 
 
 _MESSAGE_SECONDS = 600.0
-"""Longest wait for a device's answer; it may be training meanwhile."""
+"""Longest wait for the answer of a device, which may be training."""
 _RETRY_SECONDS = 60.0
-"""Pause after a device could not do what it was asked."""
+"""Pause after a failed request to a device."""
 _LOOK_SECONDS = 1.0
 _PROBE, _TRY, _USE = "probe", "try", "use"
 
@@ -452,17 +453,17 @@ class _Device:
     node : int
         Its node.
     uses : bool or None
-        Whether an application uses its model; None before it has said so.
+        Whether an application uses its model; None before the device has answered.
     has : tuple[int, int] or None
-        Cluster and number of the version that it has.
+        Cluster and number of the version on the device.
     asked : tuple[str, Version or None]
-        What the open message asks.
+        Kind and version of the open request.
     message : str
         Id of the open message; empty if there is none.
     until : float
-        When that is given up, or when the device is asked again.
+        Time at which the request is given up, or the device is asked again.
     failures : int
-        Versions in a row that it could not use.
+        Number of consecutive versions that it could not use.
     """
 
     node: int
@@ -474,7 +475,7 @@ class _Device:
     failures: int = 0
 
     def is_unknown(self, now: float) -> bool:
-        """Return whether it will say any moment whether an application uses its model."""
+        """Return whether the device will soon answer whether an application uses its model."""
         asked_at = self.until - _MESSAGE_SECONDS
         return self.uses is None and (not self.message or now < asked_at + _RETRY_SECONDS)
 
@@ -489,20 +490,20 @@ class Rollouts(EventHandler):
     state : LinkState
         Sends messages to devices.
     store : VersionStore
-        The versions, and how far each of them is.
+        The stored versions, with their stages.
     margin : float
-        How much worse than the version in use a new one may be; see `is_no_worse`.
+        How much worse a new version may be than the one in use; see `is_no_worse`.
     canary : float
-        Share of a cluster's devices that a new version is tried on, one at least.
+        Share of a cluster's devices that try a new version; at least one device.
     pause : float
-        Seconds between two new versions at least.
+        Least seconds between two new versions.
 
     Attributes
     ----------
     outcomes : Counter
-        Versions that came into use, or were held, since the process began.
+        Numbers of versions that came into use, or were held, since the process began.
     open : dict[str, str]
-        Open messages, with the device that each is for.
+        Device of each open message.
     """
 
     def __init__(
@@ -521,7 +522,7 @@ class Rollouts(EventHandler):
         self.outcomes: Counter[Stage] = Counter()
         self._devices: dict[str, _Device] = {}
         self.open: dict[str, str] = {}
-        # Of each new version the devices that try it, and what they have found.
+        # Devices that try each new version, and their scores.
         self._testers: dict[int, dict[str, Pair | None]] = {}
         self._records: dict[tuple[int, int], ArrayRecord] = {}
         self._measure = ACCURACY
@@ -531,24 +532,24 @@ class Rollouts(EventHandler):
     # Events of the run, in the method's thread.
 
     def on_evaluated(self, event: Evaluated) -> None:
-        """Take the models of this moment as new versions soon."""
+        """Propose the present models as new versions in the next turn."""
         self._is_due, self._measure = True, event.measure
 
     def on_client_joined(self, event: ClientJoined) -> None:
-        """Ask a device anew what it has."""
+        """Ask a device again for its version."""
         self._devices.pop(event.client, None)
         self._has_news = True
 
     def on_client_left(self, _event: ClientLeft) -> None:
-        """Wait for a device no more."""
+        """Stop waiting for a device."""
         self._has_news = True
 
     def on_clusters_changed(self, _event: ClustersChanged) -> Any:
-        """Serve devices what their cluster uses."""
+        """Update the versions that devices use after a change of clusters."""
         self._has_news = True
 
     def turn(self) -> None:
-        """Decide, and send what is due."""
+        """Decide on versions, and send due messages."""
         now = time.monotonic()
         if self._is_due and now >= self._proposed_at + self._pause:
             self._is_due = False
@@ -557,7 +558,7 @@ class Rollouts(EventHandler):
         if not self._has_news and now < self._looked_at + _LOOK_SECONDS:
             return
         self._has_news, self._looked_at = False, now
-        self._look_at_devices(now)
+        self._update_devices(now)
         for cluster in self.store.clusters:
             if version := self.store.new(cluster):
                 self._decide(version)
@@ -567,8 +568,8 @@ class Rollouts(EventHandler):
             if not device.message and now >= device.until:
                 self._ask(client, device, now)
 
-    def _look_at_devices(self, now: float) -> None:
-        """Notice devices that came, left, or do not answer."""
+    def _update_devices(self, now: float) -> None:
+        """Update the devices: those that joined, left, or do not answer."""
         present = {client.client_id: client.node_id for client in self._fleet.online()}
         for name, device in list(self._devices.items()):
             is_gone = present.get(name) != device.node
@@ -589,7 +590,7 @@ class Rollouts(EventHandler):
     # New versions.
 
     def _propose(self, now: float) -> None:
-        """Keep the present models as new versions, where the last one is decided."""
+        """Store the present models as new versions, if the last version is decided."""
         method, spec, store = self._method, self._method.spec, self.store
         store.of_errors = self._measure.is_error
         store.keep_only([*method.models, *self._inherited()])
@@ -615,7 +616,7 @@ class Rollouts(EventHandler):
             self._warned, self._proposed_at = False, now
 
     def _inherited(self) -> list[int]:
-        """Return the clusters that are gone whose versions are still in use in their heirs."""
+        """Return removed clusters whose versions their successors still use."""
         clusters = self._method.clusters
         return [
             gone
@@ -625,7 +626,7 @@ class Rollouts(EventHandler):
         ]
 
     def current(self, cluster: int) -> Version | None:
-        """Return the version that a cluster uses: its own, or else that of what it came from."""
+        """Return the version that a cluster uses: its own, or that of its predecessor."""
         if found := self.store.in_use(cluster):
             return found
         for gone in self.store.clusters:
@@ -634,7 +635,7 @@ class Rollouts(EventHandler):
         return None
 
     def _choose(self, version: Version) -> dict[str, Pair | None]:
-        """Return the devices that try a version: those first that an application uses."""
+        """Return the devices that try a version, preferring those with an application."""
         main = self._method.clusters.main
         members = [name for name in self._devices if main(name) == version.cluster]
 
@@ -645,7 +646,7 @@ class Rollouts(EventHandler):
         return dict.fromkeys(sorted(members, key=order)[: max(1, count)])
 
     def _decide(self, version: Version) -> None:
-        """Bring a new version to its next stage, if its devices have answered."""
+        """Move a new version to its next stage if its devices have answered."""
         cluster = version.cluster
         if cluster not in self._method.models:
             return
@@ -660,7 +661,7 @@ class Rollouts(EventHandler):
             if name in self._devices or pair is not None
         }
         if not testers:
-            # All have left: others try it.
+            # All devices that tried it have left; others are chosen.
             del self._testers[cluster]
             return
         if version.stage is Stage.TRIAL:
@@ -711,7 +712,7 @@ class Rollouts(EventHandler):
     # Messages.
 
     def _target(self, client: str) -> Version | None:
-        """Return the version that a device is to use."""
+        """Return the version that a device should use."""
         cluster = self._method.clusters.main(client)
         new = self.store.new(cluster)
         if new and new.stage is Stage.CANARY and client in self._testers.get(cluster, ()):
@@ -719,7 +720,7 @@ class Rollouts(EventHandler):
         return self.current(cluster)
 
     def _ask(self, client: str, device: _Device, now: float) -> None:
-        """Send a device what is due, if anything is."""
+        """Send a device the next message, if one is due."""
         try:
             due = self._due(client, device)
         except (OSError, SafetensorError) as error:
@@ -739,9 +740,9 @@ class Rollouts(EventHandler):
     def _due(
         self, client: str, device: _Device
     ) -> tuple[tuple[str, Version | None], str, RecordDict] | None:
-        """Return what a device is asked next, with the type and the content of the message.
+        """Return the next request to a device, with the type and the content of the message.
 
-        Whether an application uses its model, to test a new version, or to use one.
+        It asks whether an application uses the model, or to test or to use a version.
 
         Raises
         ------
@@ -781,7 +782,7 @@ class Rollouts(EventHandler):
         return (_USE, target), MessageType.QUERY, _content(records, settings | own)
 
     def _record(self, version: Version, client: str) -> ArrayRecord:
-        """Return the model of a version that serves a client, as it travels."""
+        """Return the record with the model of a version, as it serves a client."""
         has_own = self.store.has_own(version, client)
         if not has_own and version.key in self._records:
             return self._records[version.key]
@@ -793,7 +794,7 @@ class Rollouts(EventHandler):
         return record
 
     def take(self, reply: Message) -> bool:
-        """Take a device's answer; return False for a reply to another message."""
+        """Process a device's answer; return False for a reply to another message."""
         message_id = reply.metadata.reply_to_message_id
         if message_id not in self.open:
             return False
@@ -806,7 +807,7 @@ class Rollouts(EventHandler):
     def _take(self, client: str, device: _Device, reply: Message) -> None:
         (asked, version), device.message, device.until = device.asked, "", 0.0
         if asked == _TRY:
-            self._take_scores(client, version, reply)
+            self._process_scores(client, version, reply)
             return
         failed = reply.has_error()
         told: Mapping[str, object] = {}
@@ -815,7 +816,7 @@ class Rollouts(EventHandler):
             metrics: Mapping[str, object] = next(iter(reply.content.metric_records.values()), {})
             device.uses = metrics.get(USES) == 1
         elif asked == _PROBE:
-            # An app of its own, which knows no such question.
+            # A device with another app, which does not support the request.
             device.uses = False
         cluster, number = told.get(USED_CLUSTER), told.get(USED_VERSION)
         is_ours = told.get(USED_RUN) == self.store.run_id
@@ -826,7 +827,7 @@ class Rollouts(EventHandler):
         elif asked == _USE and version:
             device.until = time.monotonic() + _RETRY_SECONDS * 2 ** min(device.failures, 6)
             device.failures += 1
-            reason = error_line(reply) if failed else "its application has no file any more"
+            reason = error_line(reply) if failed else "its application's file is gone"
             log.warning(
                 "%s does not use version %d of cluster %d: %s",
                 client,
@@ -839,8 +840,8 @@ class Rollouts(EventHandler):
             if new and new.key == version.key:
                 self._hold(new, f"{client} could not use it")
 
-    def _take_scores(self, client: str, version: Version | None, reply: Message) -> None:
-        """Take a device's scores of a new version and of the one in use."""
+    def _process_scores(self, client: str, version: Version | None, reply: Message) -> None:
+        """Process a device's scores of a new version and of the one in use."""
         new = None if version is None else self.store.new(version.cluster)
         if version is None or new is None or new.key != version.key:
             return
@@ -855,14 +856,14 @@ class Rollouts(EventHandler):
         first, *others = scores or [math.nan]
         testers[client] = first, others[0] if others else math.nan
 
-    # What an operator asks for.
+    # Commands of an operator.
 
     def devices_with(self, version: Version) -> int:
-        """Return how many devices online have a version."""
+        """Return the number of online devices that have a version."""
         return sum(device.has == version.key for device in self._devices.values())
 
     def rollback(self, cluster: int, to: int | None) -> Version | None:
-        """Let a cluster's devices use a version that is kept, until an operator says otherwise.
+        """Let a cluster's devices use a stored version until an operator changes that.
 
         Parameters
         ----------
@@ -879,7 +880,7 @@ class Rollouts(EventHandler):
         Raises
         ------
         UserError
-            There is no such cluster or version, or it cannot be written down.
+            There is no such cluster or version, or the choice cannot be saved.
         """
         clusters, store = self._method.clusters, self.store
         if cluster not in clusters.models:
@@ -898,7 +899,7 @@ class Rollouts(EventHandler):
                     f"Version {to} of cluster {cluster} is not kept; there are {_listed(found)}."
                 )
             if new := store.new(cluster):
-                self._hold(new, "an operator has gone back to another")
+                self._hold(new, "an operator has rolled back to another version")
             store.pinned.add(cluster)
             store.change(version, Stage.IN_USE)
             log.warning("Version %d of cluster %d is in use: an operator's choice", to, cluster)
@@ -909,7 +910,8 @@ class Rollouts(EventHandler):
         except OSError as error:
             self._unsaved = True
             raise UserError(
-                f"It is done, but a restart will not know of it: {error.strerror}."
+                f"The version is in use, but the choice could not be saved and will be lost at a "
+                f"restart: {error.strerror}."
             ) from None
         return store.in_use(cluster)
 
@@ -922,10 +924,11 @@ class Rollouts(EventHandler):
             self._unsaved = False
 
     def _warn(self, error: OSError) -> None:
-        """Say once that versions cannot be kept."""
+        """Warn once that versions cannot be stored."""
         if not self._warned:
             log.warning(
-                "Versions cannot be kept: %s. The run goes on; it is tried again", error.strerror
+                "Versions cannot be stored: %s. The run continues, and storing is tried again",
+                error.strerror,
             )
         self._warned = True
 

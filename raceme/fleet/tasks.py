@@ -491,7 +491,7 @@ class Invitations:
         if self._when.mode == AT_ONCE or settings.get(INVITATION) is not True:
             return False
         now, metadata = self._clock(), message.metadata
-        # A wrong clock must not cost an invitation: the SuperLink delivers no expired ones.
+        # Not expired, whatever the device's clock says: the SuperLink delivers no expired messages.
         age = time.time() - metadata.created_at
         lasts = metadata.ttl - (age if 0 <= age < metadata.ttl else 0.0)
         former = self._held.get(metadata.run_id)
@@ -525,7 +525,7 @@ class Invitations:
             del self._held[held.run_id]
         return next((held for held in self._held.values() if held.due_at <= now), None)
 
-    def looked(self, held: PendingInvitation, loss: float, stamp: Stamp | None) -> None:
+    def decide_by_loss(self, held: PendingInvitation, loss: float, stamp: Stamp | None) -> None:
         """Decide by the loss of the held model whether to train or when to measure again.
 
         Parameters
@@ -540,8 +540,8 @@ class Invitations:
         """
         now = self._clock()
         if math.isnan(loss):
-            # A file may be in replacement. If not, the server learns of it from the result of the
-            # training.
+            # The file may just be being replaced. If the problem persists, training fails and the
+            # server learns of it.
             held.failures += 1
             held.looks = held.failures < _MOST_FAILURES
             held.due_at = now + self._when.seconds
@@ -619,7 +619,7 @@ class Interrupter:
         self._stopping = False
 
     def stop(self) -> None:
-        """Give the current task its last seconds; on the second call, end it now."""
+        """Let the current task run for the grace period; the second call ends it at once."""
         if self._working and self._stopping:
             raise InterruptedTaskError
         self._stopping = True
@@ -627,7 +627,7 @@ class Interrupter:
             signal.setitimer(signal.ITIMER_REAL, max(self._grace, 1e-3))
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Mark the time during which a task can be interrupted."""
         previous = signal.signal(signal.SIGALRM, self._on_alarm)
         self._working = True
@@ -645,7 +645,7 @@ class Interrupter:
             raise InterruptedTaskError
 
 
-class Tasks:
+class TaskRunner:
     """Answers messages with the ClientApps of their runs.
 
     Parameters
@@ -662,7 +662,7 @@ class Tasks:
     Attributes
     ----------
     answered_at : float
-        When the last reply was sent, on the monotonic clock.
+        Time of the last reply, on the monotonic clock.
     """
 
     def __init__(
@@ -683,7 +683,7 @@ class Tasks:
         self._count = 0
 
     def name_device(self, name: str) -> None:
-        """Set the id of a device that was given none: that of its key, or the host's name."""
+        """Set the id of a device without a configured one: that of its key, or the host's name."""
         if self._is_named:
             return
         if name:
@@ -711,7 +711,7 @@ class Tasks:
             self._send(link, head, _error(head, MESSAGE_UNAVAILABLE, str(error)), started)
             return
         if message.metadata.message_type == REFUSED:
-            # For every app, also those that know no such message.
+            # Handled here for every app, also those that do not support this message.
             text = "run %d: the server gives this device no work: %s"
             run_id, extra = message.metadata.run_id, _fields(message)
             log.warning(text, run_id, reason_of(message), extra=extra)
@@ -723,7 +723,7 @@ class Tasks:
             return
         self._work(link, message, started)
 
-    def follow_wish(self, link: Link) -> bool:
+    def handle_due_invitation(self, link: Link) -> bool:
         """Handle a due invitation: measure the loss, or train.
 
         Returns
@@ -737,7 +737,7 @@ class Tasks:
         self._identify(link, held.run_id)
         stamp = stamp_of(self._node_config)
         if held.looks:
-            self.invitations.looked(held, self._look(link, held.message), stamp)
+            self.invitations.decide_by_loss(held, self._measure_loss(link, held.message), stamp)
             return True
         self.invitations.accept(held)
         reply = self._work(link, held.message, time.monotonic())
@@ -762,7 +762,7 @@ class Tasks:
     def _work(self, link: Link, message: Message, started: float) -> Message:
         """Compute the reply to a message and send it; return it."""
         try:
-            with self._interrupter.working():
+            with self._interrupter.interruptible():
                 reply = self._call(link, message)
         except InterruptedTaskError:
             reply = _error(message, NODE_UNAVAILABLE, _SHUTTING_DOWN)
@@ -792,7 +792,7 @@ class Tasks:
             text = "run %d: %s: done in %.2f s, sent in %.2f s"
             log.info(text, run_id, label, seconds, sent, extra=extra)
 
-    def _look(self, link: Link, message: Message) -> float:
+    def _measure_loss(self, link: Link, message: Message) -> float:
         """Return the loss of a message's model on the device's current training samples.
 
         Raceme's ClientApp measures it directly, other apps by their own evaluation.
@@ -808,7 +808,7 @@ class Tasks:
         records[CONFIG] = ConfigRecord({**stated, KIND: LOSSES, ON: "train"})
         look = Message(RecordDict(records), link.node_id, MessageType.EVALUATE)
         try:
-            with self._interrupter.working():
+            with self._interrupter.interruptible():
                 reply = self._call(link, look, keeps_state=False)
         except (InterruptedTaskError, RefusedAppError):
             return math.nan
@@ -819,7 +819,7 @@ class Tasks:
         if numbers is None or LOSSES not in numbers:
             loss = _stated_loss(reply)
             return math.inf if math.isnan(loss) else loss
-        # Of several models the client would train the best.
+        # If several models were sent, the client would train the best one.
         return float(from_array(numbers[LOSSES]).mean(axis=1).min())
 
     def _call(self, link: Link, message: Message, keeps_state: bool = True) -> Message:
@@ -838,7 +838,7 @@ class Tasks:
             reply = loaded.app(message, context)
         except (Exception, SystemExit) as error:
             log.debug("The ClientApp raised an exception", exc_info=error)
-            # Worded as Flower's own runtime does, and where in a user's module.
+            # Worded as in Flower's own runtime, plus the position in a user's module.
             where = f" ({line})" if (line := users_line(error)) else ""
             reason = f"{type(error)}:<'{error}{where}'>"
             return _error(message, CLIENT_APP_RAISED_EXCEPTION, reason)
@@ -873,7 +873,7 @@ def _label(message: Message) -> str:
 
 
 def _fields(message: Message) -> dict[str, dict[str, object]]:
-    """Return what a line in JSON says of a message, as a log record takes it."""
+    """Return the fields of a message for a log record."""
     fields = {"request": _number(message), "kind": message.metadata.message_type}
     return {"fields": {"run": message.metadata.run_id, **fields}}
 

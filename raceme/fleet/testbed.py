@@ -107,7 +107,7 @@ _LEFT = (STORE, "clusters", "accuracy.png", "clusters.png", "devices.png")
 _WATCHER = """while read -r id; do ids="$ids $id"; done; kill -TERM $ids; kill -CONT $ids"""
 """Shell script that reads process ids until its input ends, and then ends these processes.
 
-Those that are stopped must go on to receive the signal.
+SIGCONT lets stopped processes receive the signal.
 """
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -146,7 +146,7 @@ class _Process:
 
 @dataclass
 class Testbed:
-    """Processes on this machine that stop together, even when this one is killed.
+    """Processes on this machine that end together, even if this process is killed.
 
     Attributes
     ----------
@@ -162,7 +162,7 @@ class Testbed:
     _processes: dict[str, _Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Its input ends with this process, however that ends.
+        # Its input ends with this process, even if that is killed.
         self._watcher = subprocess.Popen(
             ["sh", "-c", _WATCHER],
             stdin=subprocess.PIPE,
@@ -236,7 +236,7 @@ class Testbed:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the server has ended otherwise than by itself or on request."""
+        """Whether the server ended neither by itself nor on request."""
         return self._processes[_SERVER].handle.returncode not in (0, _INTERRUPTED)
 
     def interrupt_run(self) -> None:
@@ -248,7 +248,7 @@ class Testbed:
             server.wait(_GRACE_SECONDS)
 
     def stop_devices(self) -> None:
-        """Tell all devices to stop, twice, so that they do not wait."""
+        """Send all devices two stop signals, so that they do not wait."""
         devices = [p for name, p in self._processes.items() if name.startswith("device")]
         for process in [*devices, None, *devices]:
             if process is None:
@@ -285,7 +285,8 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     experiment.check_fleet(config, experiment.build_strategy(config), config.num_clients)
     if config.resume:
         config = config.with_values(out=config.resume)
-        # Its devices, on this machine, would do the work.
+        # The devices, on this machine, will do the checkpoint's open work: its code must be
+        # trusted.
         tree, path = read_checkpoint(Path(config.out), config)
         check_work(saved_messages(tree["grid"]), path, config)
         return config
@@ -308,7 +309,7 @@ def run_testbed(
     show : Show
         Receives the lines for the terminal; all lines are in ``logs`` in the folder.
     make : Callable
-        Makes the testbed of a folder and of what receives the lines.
+        Makes the testbed, given its folder and the receiver of lines.
 
     Returns
     -------
@@ -341,11 +342,11 @@ def run_testbed(
         write_toml(named, keys)
         port = _free_port()
         address = f"127.0.0.1:{port}"
-        # Its devices end with it: a resumed run has new ones. Wait for all, as their order of
-        # readiness is random.
+        # No time to reconnect, as a resumed run has new devices. Training waits for all devices,
+        # since the order in which they are ready is random.
         serve = f"serve --config {keys} --address {address} --metrics off --reconnect 0"
         wanted = ["--clients-min", str(config.num_clients)]
-        # This process has checked whose code it is.
+        # This process has already checked that the code is trusted.
         code = imported_by(named) | ({TRUST: config.trust} if config.trust else {})
         wanted += [word for key, name in code.items() for word in (f"--{key}", name)]
         bed.start(_SERVER, [*_RACEME, *serve.split(), *wanted])

@@ -1,4 +1,4 @@
-"""Everything private of Flower that Raceme uses: the bridge to Flower's versions."""
+"""All uses of Flower's private API: the bridge to Flower's versions."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class App:
     bundle : bytes
         Content of the app's FAB file.
     run_config : Mapping[str, Value]
-        What overrides the run config in it.
+        Overrides of the run config in it.
     """
 
     name: str
@@ -76,7 +76,7 @@ def app_metadata(bundle: bytes) -> tuple[str, str, str]:
 
 
 def run_config(bundle: bytes, run: Run) -> dict[str, Value]:
-    """Return an app's configuration as a run overrides it."""
+    """Return an app's configuration with the overrides of a run."""
     return dict(get_fused_config_from_fab(bundle, run))
 
 
@@ -87,7 +87,7 @@ def install_app(bundle: bytes, folder: Path) -> Path:
 
 
 # -----------------------------------------------------------------------------
-# Running a user's Flower app: its configuration, its two parts, its pauses.
+# Running a user's Flower app: configuration, ServerApp and ClientApp, and pauses.
 # -----------------------------------------------------------------------------
 
 
@@ -98,10 +98,10 @@ _LOAD_ERRORS: dict[type, type[Exception]] = {
     ClientApp: LoadClientAppError,
 }
 LoadAppError = tuple(_LOAD_ERRORS.values())
-"""Raised where a reference leads to no app."""
+"""Raised if a reference leads to no app."""
 
 MISSED_AFTER = float(HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE)
-"""Seconds after which a SuperLink answers for a node that sends no heartbeats any more."""
+"""Seconds without a heartbeat after which a SuperLink answers on behalf of a node."""
 
 STRATEGIES_FOLDER = Path(flwr.serverapp.__file__).parent
 """Module of Flower's own strategies."""
@@ -121,7 +121,7 @@ def project_config(folder: Path) -> dict[str, Any]:
 
 
 def default_config(project: Mapping[str, Any]) -> dict[str, Value]:
-    """Return the run config of an app, with dotted keys, as it is without overrides."""
+    """Return the run config of an app without overrides, with dotted keys."""
     return dict(flatten_dict(project["tool"]["flwr"]["app"].get("config", {})))
 
 
@@ -158,7 +158,7 @@ TRAINING_STAGE = Stage.COLLECT_MASKED_VECTORS
 
 
 def secure_stage(message: Message) -> str:
-    """Return the stage of SecAgg+ that a message asks for; empty if it is no part of SecAgg+."""
+    """Return the stage of SecAgg+ that a message requests; empty for other messages."""
     settings = message.content.config_records.get(RECORD_KEY_CONFIGS)
     return "" if settings is None else str(settings.get(Key.STAGE, ""))
 
@@ -193,18 +193,18 @@ def patched(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator
 
 
 def strategies_pause(pause: Callable[[float], None]) -> AbstractContextManager[None]:
-    """Let Flower's strategies pause in another way while they wait for nodes to connect."""
+    """Replace the pause of Flower's strategies while they wait for nodes to connect."""
     return patched(strategy_utils, {"sleep": pause})
 
 
 def client_managers_wait(
     make: Callable[[Callable[..., bool]], Callable[..., bool]],
 ) -> AbstractContextManager[None]:
-    """Let Flower's older driver API wait in another way for clients to connect.
+    """Replace the wait of Flower's older driver API for clients to connect.
 
     Parameters
     ----------
     make : Callable
-        Makes the method `wait_for` of client managers, given Flower's own.
+        Returns a method `wait_for` of client managers, given Flower's own.
     """
     return patched(SimpleClientManager, {"wait_for": make(SimpleClientManager.wait_for)})

@@ -1,4 +1,4 @@
-"""A device's side of Flower's Fleet API, and the calls that Raceme's devices make beside it."""
+"""A device's side of Flower's Fleet API, and of Raceme's additional calls."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ from raceme.flower.messages import (
 )
 
 # -----------------------------------------------------------------------------
-# A device's calls at a server that is Raceme's too.
+# A device's additional calls to `raceme serve`.
 # -----------------------------------------------------------------------------
 
 
 _SLACK_SECONDS = 10.0
-"""Time beyond its patience that a request for work may take; as all limits, times the latency
-of the network."""
+"""Time that a request for work may take beyond its patience. Like all limits it is multiplied by
+the latency of the network."""
 
 
 class Direct:
@@ -102,18 +102,19 @@ class Direct:
     Parameters
     ----------
     channel : grpc.Channel
-        To the server; it signs calls.
+        Channel to the server, which signs calls.
     invoke : Callable
-        Makes a call, as often as need be.
+        Makes a call, with repetitions if necessary.
     wait_for : Callable
-        Waits for the end of a call; returns whether it has come, not a reason to stop.
+        Waits for the end of a call or a reason to stop; returns whether the call has ended.
+
     latency : float
-        Seconds to the server, at most.
+        Longest time of a packet to the server, in seconds.
 
     Attributes
     ----------
     waited : bool
-        The last request for work has waited at the server in vain.
+        Whether the last request for work waited at the server without success.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Direct:
         self.waited = False
 
     def next(self, node_id: int, patience: float) -> tuple[Message, ObjectTree | None] | None:
-        """Return the next message: whole, or its head and the tree of its objects."""
+        """Return the next message: complete, or its head and the tree of its objects."""
         patience = min(max(patience, 0.0), LONGEST_WAIT)
         request = NextRequest(node_id, patience, self._have).to_bytes()
         answer = self._invoke(self._next, request, timeout=patience + self._slack)
@@ -148,7 +149,7 @@ class Direct:
         return message, tree
 
     def send(self, node_id: int, reply: Message) -> bool:
-        """Send a whole reply; return whether it was small enough for that."""
+        """Send a complete reply if it is small enough; return whether it was sent."""
         if size_of(reply) > LARGEST:
             return False
         asked = reply.metadata.reply_to_message_id
@@ -159,23 +160,23 @@ class Direct:
 # -----------------------------------------------------------------------------
 # A node's side of Flower's Fleet API, over gRPC or HTTP.
 #
-# The caller decides about failures: every call but heartbeats goes through its `Calls`, and no
-# function here ends the process.
+# The caller handles failures: all calls except heartbeats go through its `Calls`, and no function
+# here ends the process.
 # -----------------------------------------------------------------------------
 
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", LARGEST_CALL),
     ("grpc.max_receive_message_length", LARGEST_CALL),
-    # Connections of one process to one server would otherwise be shared: each device has its own.
+    # gRPC would otherwise share the connections of a process to one server between devices.
     ("grpc.use_local_subchannel_pool", 1),
-    # gRPC's own pauses between two attempts to connect grow to two minutes, during which every
-    # call fails at once; the device has its own back-off.
+    # gRPC's own pauses between attempts to connect grow to two minutes, in which every call fails
+    # at once; the device has its own back-off.
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5000),
 ]
 _CONNECT_SECONDS = 20.0
-"""Longest time until a connection has come about: three round trips, and lost packets."""
+"""Longest time to establish a connection: three round trips, and lost packets."""
 
 AUTO, GRPC, HTTP = "auto", "grpc", "http"
 
@@ -191,7 +192,7 @@ class Endpoint:
     insecure : bool
         Plain text instead of TLS.
     root_certificates : bytes or None
-        PEM of the certificate authority; None stands for those that gRPC brings.
+        PEM of the certificate authority; None for the public ones that gRPC includes.
     transport : str
         ``"grpc"`` or ``"http"``; ``"auto"``: gRPC, unless the server speaks HTTP.
     latency : float
@@ -221,11 +222,11 @@ class Calls(Protocol):
     pull_failed: bool
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `target`, again and again if need be."""
+        """Call `target`, with repetitions if necessary."""
         ...
 
     def answered(self) -> None:
-        """Note that the SuperLink has answered a heartbeat."""
+        """Record that the SuperLink has answered a heartbeat."""
         ...
 
     def wait_for(self, call: grpc.Future) -> bool:
@@ -234,7 +235,7 @@ class Calls(Protocol):
 
 
 class Transport(Protocol):
-    """Makes a call of a name, with its request and a deadline in seconds; returns the response."""
+    """Makes a call, given its name, request and deadline in seconds; returns the response."""
 
     def __call__(self, name: str, request: ProtoMessage, timeout: float | None = None) -> Any:
         """Make the call."""
@@ -268,7 +269,7 @@ class _GrpcTransport:
 
 
 class HttpError(grpc.RpcError):  # type: ignore[misc]
-    """A call over HTTP has failed, in gRPC's terms, so that one rule decides about both.
+    """A failed call over HTTP, described like an error of gRPC, so that both are handled alike.
 
     Parameters
     ----------
@@ -283,11 +284,11 @@ class HttpError(grpc.RpcError):  # type: ignore[misc]
         self._code, self._details = code, details
 
     def code(self) -> grpc.StatusCode:
-        """Return what has failed."""
+        """Return the status code."""
         return self._code
 
     def details(self) -> str:
-        """Return what the server, or the network, says about it."""
+        """Return the message of the server or the network."""
         return self._details
 
 
@@ -341,7 +342,7 @@ class _HttpTransport:
             code = _CODES.get(response.status_code, grpc.StatusCode.INTERNAL)
             raise HttpError(code, content[:LONGEST_HEAD].decode(errors="replace"))
         if response.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
-            raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is none of a Fleet API")
+            raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is not from a Fleet API")
         return content
 
     def close(self) -> None:
@@ -350,7 +351,7 @@ class _HttpTransport:
 
 
 def _uncompressed(response: httpx.Response) -> bytes:
-    """Return the body of an answer as it came: a megabyte of zeros takes a kilobyte."""
+    """Return the body of an answer; refuse compression, by which a kilobyte becomes a megabyte."""
     if response.headers.get("content-encoding", "identity") != "identity":
         raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is compressed")
     content = bytearray()
@@ -363,8 +364,8 @@ def _uncompressed(response: httpx.Response) -> bytes:
 
 _PULL = "PullMessages"
 ANNOUNCED_SECONDS = 30.0
-"""Longest wait for the rest of a message. If its sender has died it will never come, and Flower
-would wait for two hours; the device is deaf meanwhile."""
+"""Longest wait for the rest of a message. If its sender has died, the rest never arrives; Flower
+would wait for two hours, in which the device receives nothing else."""
 
 
 class RejoinError(Exception):
@@ -390,11 +391,11 @@ class Link:
 
     @property
     def waited(self) -> bool:
-        """Whether the server has let the device wait for work: it may be asked again at once."""
+        """Whether the server let the device wait for work: it may be asked again at once."""
         return self._direct is not None and self._direct.waited
 
     def receive(self, patience: float = 0.0) -> tuple[Message, Callable[[], Message]] | None:
-        """Return the next message without its content, and a function that fetches it whole.
+        """Return the next message without its content, and a function that fetches all of it.
 
         Parameters
         ----------
@@ -404,8 +405,8 @@ class Link:
         Raises
         ------
         RejoinError
-            A message may have been lost on its way: only a new start makes that known. A server of
-            ours hands it out again.
+            A message may have been lost in transit. Only joining again tells a SuperLink so;
+            `raceme serve` sends the message again by itself.
         """
         if self._direct is not None:
             received = self._direct.next(self.node_id, patience)
@@ -414,7 +415,7 @@ class Link:
             doubtful, self._calls.pull_failed = self._calls.pull_failed, False
             if not pulled.messages_list:
                 if doubtful:
-                    raise RejoinError("the network failed while it asked for work")
+                    raise RejoinError("the network failed during a request for work")
                 return None
             received = _first_of(pulled)
         if received is None:
@@ -432,7 +433,7 @@ class Link:
                 partial(self._invoke, "ConfirmMessageReceived"), self._node, run_id
             ),
             return_type=Message,
-            # The server app may still be sending what the message announces.
+            # The server app may still be sending the announced objects.
             initial_backoff=0.05,
             max_tries_per_object=None,
             max_time=ANNOUNCED_SECONDS * self.latency,
@@ -442,7 +443,7 @@ class Link:
         return message
 
     def send(self, reply: Message, seconds: float) -> None:
-        """Send a reply, and how long it took to compute."""
+        """Send a reply, with the time of its computation."""
         if self._direct is not None:
             if self._direct.send(self.node_id, reply):
                 return
@@ -467,7 +468,7 @@ class Link:
             )
 
     def run(self, run_id: int) -> Run:
-        """Return what the SuperLink says about a run."""
+        """Return the SuperLink's description of a run."""
         answer = self._invoke("GetRun", GetRunRequest(node=self._node, run_id=run_id))
         return run_from_proto(answer.run)
 
@@ -490,14 +491,14 @@ def _first_of(pulled: PullMessagesResponse) -> tuple[Message, ObjectTree]:
 
 _PROMISED_SECONDS = {True: HEARTBEAT_MIN_INTERVAL, False: HEARTBEAT_DEFAULT_INTERVAL}
 _BEAT_SECONDS = {True: 5.0, False: 20.0}
-"""Longest time from one heartbeat to the next, as stated and as it is, by whether the server is
-Raceme's: it takes a device near by that is silent for 14 s as gone, a SuperLink, and Raceme's of
-another device, after two intervals."""
+"""Stated and actual interval of heartbeats, by whether the server is `raceme serve`. That server
+takes one of Raceme's devices as offline after 14 s of silence; a SuperLink takes any node as
+offline after two intervals."""
 
 
 @contextlib.contextmanager
-def _beating(beat: Callable[[], bool], seconds: float) -> Iterator[None]:
-    """Send heartbeats meanwhile; one that has failed is repeated soon."""
+def _sending_heartbeats(beat: Callable[[], bool], seconds: float) -> Iterator[None]:
+    """Send heartbeats within the context; a failed one is repeated soon."""
     stop = threading.Event()
 
     def keep_beating() -> None:
@@ -505,7 +506,7 @@ def _beating(beat: Callable[[], bool], seconds: float) -> Iterator[None]:
         while not stop.wait(pause):
             begun = time.monotonic()
             if beat():
-                # Over a slow network a heartbeat takes longer than the time to the next.
+                # Over a slow network a heartbeat may take longer than the interval.
                 wished, retry = seconds * random.uniform(0.8, 1.0), 1.0
                 pause = max(0.0, wished - (time.monotonic() - begun))
             else:
@@ -521,7 +522,7 @@ def _beating(beat: Callable[[], bool], seconds: float) -> Iterator[None]:
 
 
 def _beat(transport: Transport, node: Node, interval: float, timeout: float, calls: Calls) -> bool:
-    """Send a heartbeat; return whether it has arrived. The main thread decides what else means."""
+    """Send a heartbeat; return whether it arrived. The main thread handles other errors."""
     request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=interval)
     try:
         response = transport("SendNodeHeartbeat", request, timeout)
@@ -535,7 +536,7 @@ def _beat(transport: Transport, node: Node, interval: float, timeout: float, cal
 def _interruptible(
     method: grpc.UnaryUnaryMultiCallable, wait_for: Callable[[grpc.Future], bool], instead: Any
 ) -> Callable[..., Any]:
-    """Return a call that a reason to stop can end; it then returns something else."""
+    """Return a call that a stop can interrupt; it then returns `instead`."""
 
     def call(request: Any, timeout: float | None = None) -> Any:
         made = method.future(request, timeout=timeout)
@@ -561,21 +562,21 @@ class _SigningInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[mis
 def connect(
     endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool, device: str = ""
 ) -> Iterator[Link]:
-    """Join a SuperLink; on the way out the node goes offline.
+    """Join a SuperLink within the context; at its end the node goes offline.
 
     Parameters
     ----------
     endpoint : Endpoint
-        Address of the SuperLink, and the certificates that it is recognised by.
+        Address of the SuperLink, and the certificates that identify it.
     keys : Keys
-        The node's own; each one stands for one node.
+        Keys of the node; a key pair stands for one node.
     calls : Calls
         Makes the calls, from several threads.
     register : bool
-        Make the node known first, and forget it on the way out; a SuperLink that authenticates
-        its nodes allows neither.
+        Whether to register the node first, and unregister it at the end; a SuperLink that
+        authenticates nodes allows neither.
     device : str
-        Id that the device was given; empty if there is none.
+        Configured id of the device; empty without one.
     """
     public_key = public_key_bytes(keys[1])
     calls.leaving = False
@@ -597,7 +598,7 @@ def connect(
         timeout = HEARTBEAT_CALL_TIMEOUT * latency
         beat = partial(_beat, transport, Node(node_id=node_id), interval, timeout, calls)
         try:
-            with _beating(beat, _BEAT_SECONDS[is_ours]):
+            with _sending_heartbeats(beat, _BEAT_SECONDS[is_ours]):
                 yield Link(node_id, transport, calls, direct, server, latency)
         finally:
             calls.leaving = True
@@ -608,14 +609,14 @@ def connect(
 
 
 def _greeted(transport: Transport, calls: Calls, device: str) -> Greeting | None:
-    """Greet the server; return its own greeting if it is Raceme's."""
+    """Greet the server; return its greeting if it is `raceme serve`."""
 
     def greet(request: bytes, timeout: float | None = None) -> Greeting | None:
         try:
             return Greeting.from_bytes(transport.greet(request, timeout))
         except grpc.RpcError as error:
             unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
-            # Over HTTP a SuperLink may refuse all that it does not know.
+            # Over HTTP a SuperLink may answer an unknown call with any refusal.
             if unknown or (isinstance(error, HttpError) and error.code() in _REFUSED):
                 return None
             raise
@@ -634,7 +635,7 @@ _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 def _transport(
     endpoint: Endpoint, keys: Keys, wait_for: Callable[[grpc.Future], bool]
 ) -> Iterator[tuple[Transport, grpc.Channel | None]]:
-    """Open what makes signed calls, and for gRPC the channel behind it."""
+    """Open a transport of signed calls, with its channel if it is gRPC."""
     if endpoint.transport == HTTP:
         with contextlib.closing(_HttpTransport(endpoint, Signer(*keys))) as transport:
             yield transport, None
@@ -644,8 +645,8 @@ def _transport(
 
 
 def open_channel(endpoint: Endpoint) -> grpc.Channel:
-    """Open a channel on which nothing is signed yet."""
-    # What gRPC calls a pause is the least time that it leaves an attempt to connect.
+    """Open a channel without signatures."""
+    # gRPC's minimum back-off is also the least time that it allows for an attempt to connect.
     connect = ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_SECONDS * endpoint.latency))
     options = [*_CHANNEL_OPTIONS, connect]
     if endpoint.insecure:
@@ -665,12 +666,12 @@ def is_pull(request: object) -> bool:
 
 
 def is_object_push(request: object) -> bool:
-    """Return whether a request hands over a part of a message, which is taken only once."""
+    """Return whether a request sends an object of a message, which is accepted only once."""
     return isinstance(request, PushObjectRequest)
 
 
 def error_text(error: grpc.RpcError) -> str:
-    """Return what the SuperLink, or gRPC, says about a failed call."""
+    """Return the message of the SuperLink, or of gRPC, about a failed call."""
     details = str(error.details() if hasattr(error, "details") else error)
     stated = FlowerError.from_json(details)
     if stated:
@@ -682,7 +683,8 @@ def error_text(error: grpc.RpcError) -> str:
 
 
 # -----------------------------------------------------------------------------
-# The key probe: whether a SuperLink knows a key, which it does not say to a device that waits.
+# The key probe: whether a SuperLink knows a key. A device that cannot go online does not learn it
+# otherwise.
 # -----------------------------------------------------------------------------
 
 
@@ -694,10 +696,10 @@ _KNOWS: dict[int, bool] = {
 
 
 def knows_key(endpoint: Endpoint, keys: Keys) -> bool | None:
-    """Return whether a SuperLink knows a key, in use or not; None if it does not say.
+    """Return whether a SuperLink knows a key, in use or not; None if that is unknown.
 
-    To a node that cannot go online it does not say why. A request that could never be granted it
-    refuses for that reason only if it knows the key.
+    A SuperLink does not tell a node why it cannot go online. The probe is an impossible request,
+    whose refusal differs for known keys.
     """
     request = ActivateNodeRequest(public_key=public_key_bytes(keys[1]), heartbeat_interval=-1.0)
     with _transport(endpoint, keys, lambda _call: True) as (transport, _):

@@ -1,9 +1,9 @@
-"""The Fleet API as server and device both speak it: Flower's calls, signed, and Raceme's own.
+"""The protocol of the Fleet API, for server and device: Flower's signed calls, and Raceme's own.
 
-The messages are Flower's protocol buffers, which have been the same since 1.39. Up to 1.42 a
-SuperLink can serve them over gRPC, from 1.40 on it serves them over HTTP, at ``/v1/fleet/…``.
-Constants of the protocol are written out here, with their names in Flower; a test compares them
-with the installed release.
+The messages are Flower's protocol buffers, which have not changed since 1.39. Up to 1.42 a
+SuperLink can serve them over gRPC; from 1.40 on it serves them over HTTP, at ``/v1/fleet/…``. This
+module defines the constants of the protocol itself, with their names in Flower; a test compares
+them with the installed release.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEARTBEAT_DEFAULT_INTERVAL = 30
 HEARTBEAT_MIN_INTERVAL = 10
 HEARTBEAT_MAX_INTERVAL = 1800
 HEARTBEAT_PATIENCE = 2
-"""Intervals of heartbeats after which a silent node is offline."""
+"""Number of heartbeat intervals after which a silent node is offline."""
 
 # flwr.common.constant: TIMESTAMP_TOLERANCE, SYSTEM_TIME_TOLERANCE.
 _OLDEST_SECONDS = 300
@@ -130,7 +130,7 @@ class Certificates:
     Attributes
     ----------
     authority, certificate, key : bytes
-        Certificate of the authority, the server's own, and its private key.
+        Certificate of the authority, and the server's certificate and private key.
     """
 
     authority: bytes
@@ -168,10 +168,10 @@ class Caller:
     Attributes
     ----------
     key : bytes
-        Public key (PEM) that has signed it.
+        Public key (PEM) of the call's signature.
     session : str
         Version of one of Raceme's devices, and random name of its connection: ``0.2.0/5f0c…``;
-        empty of Flower's SuperNodes.
+        empty for Flower's SuperNodes.
     """
 
     key: bytes
@@ -185,13 +185,13 @@ def generate_keys() -> Keys:
 
 
 def public_key_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
-    """Return a public key in PEM, which is the name of its node."""
+    """Return a public key in PEM, which identifies its node."""
     info = serialization.PublicFormat.SubjectPublicKeyInfo
     return key.public_bytes(serialization.Encoding.PEM, info)
 
 
 class Signer:
-    """Signs the calls of one node, each signature for a while, and names the connection.
+    """Signs the calls of one node, and names the connection. A signature is used for some time.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ class Signer:
     ) -> None:
         self._private = private_key
         self.public_bytes = public_key_bytes(public_key)
-        # One value: heartbeats are signed in another thread.
+        # A single value, replaced atomically, since heartbeats are signed in another thread.
         self._signed = (float("-inf"), "", b"")
         self._session = f"{__version__[:20]}/{secrets.token_hex(8)}"
 
@@ -245,7 +245,7 @@ class Signer:
 
 @cache
 def _versions() -> dict[str, str]:
-    # To look into the installed metadata takes longer than a call.
+    # Cached, since reading the installed metadata takes longer than a call.
     package, release = installed_flower()
     return {
         "flwr-package-name": package,
@@ -255,7 +255,7 @@ def _versions() -> dict[str, str]:
 
 
 class Signatures:
-    """The check of signatures; what was checked counts for a while."""
+    """Checks signatures; a checked signature stays valid for some time."""
 
     def __init__(self) -> None:
         self._proven: dict[bytes, tuple[str, bytes, float]] = {}
@@ -291,25 +291,25 @@ class Signatures:
         return caller
 
     def warn(self, error: FleetError) -> None:
-        """Log what only the node's owner can mend: SuperNodes over HTTP print just the status."""
-        # Any stranger can have itself refused.
+        """Log an error that the node's owner must fix: over HTTP, SuperNodes show just a status."""
+        # Limited, as any unknown node can cause refusals.
         is_due = time.monotonic() > self._warned_at + _WARNING_SECONDS
         if error.code is grpc.StatusCode.FAILED_PRECONDITION and is_due:
             self._warned_at = time.monotonic()
             log.warning("A node is refused: %s", error.details)
 
     def remember(self, key: bytes, metadata: Mapping[str, Any]) -> None:
-        """Let the signature of a known key count for a while without being computed again."""
+        """Accept the signature of a known key for some time without another computation."""
         signature = _bytes_of(metadata, _SIGNATURE)
         if key not in self._proven or self._proven[key][1] != signature:
-            # Nodes that register themselves have a new key each time.
+            # Limited, since nodes that register themselves have a new key each time.
             if len(self._proven) >= _MOST_PROVEN:
                 self._proven.clear()
             self._proven[key] = (metadata[_TIMESTAMP], signature, time.monotonic())
 
 
 def _bytes_of(metadata: Mapping[str, Any], name: str) -> bytes:
-    """Return a value that gRPC carries as bytes and HTTP in base64; nothing if there is none."""
+    """Return a value of metadata, which HTTP encodes in base64; empty if it is missing."""
     if name + _BINARY in metadata:
         return bytes(metadata[name + _BINARY])
     try:
@@ -323,16 +323,16 @@ def _verify(key: bytes, timestamp: str, signature: bytes) -> None:
         public = cast(ec.EllipticCurvePublicKey, serialization.load_pem_public_key(key))
         public.verify(signature, timestamp.encode("ascii"), _ALGORITHM)
         age = (datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds()
-    # Keys of another kind have no such signatures.
+    # Keys of another kind do not have this method.
     except (ValueError, TypeError, AttributeError, InvalidSignature, UnsupportedAlgorithm):
         raise _unauthenticated("Invalid signature") from None
-    # A signature is of the time alone, so that it can be used again as long.
+    # Only the time is signed, so a signature could be replayed for this long.
     if not -_SKEW_SECONDS < age < _OLDEST_SECONDS + _SKEW_SECONDS:
         when = f"{abs(age):.0f} s {'ago' if age > 0 else 'ahead'}"
-        # Flower's SuperLink answers UNAUTHENTICATED, at which a SuperNode ends without the reason.
+        # Flower's SuperLink answers UNAUTHENTICATED, at which a SuperNode ends without a reason.
         raise FleetError(
             grpc.StatusCode.FAILED_PRECONDITION,
-            f"Invalid timestamp: by the server's clock the call was signed {when}, and at most "
+            f"Invalid timestamp: by the server's clock the call was signed {when}; at most "
             f"{_OLDEST_SECONDS} s are allowed. Set the device's clock",
         )
 
@@ -342,7 +342,7 @@ def _unauthenticated(details: str) -> FleetError:
 
 
 def _check_version(stated: object) -> None:
-    """Refuse a SuperNode of a release of Flower that is not supported, by what it states."""
+    """Refuse a SuperNode that states an unsupported release of Flower."""
     if stated is None:
         return
     found = re.match(r"(\d+)\.(\d+)", str(stated))
@@ -358,9 +358,9 @@ def _check_version(stated: object) -> None:
 # -----------------------------------------------------------------------------
 # Raceme's own calls, which its devices make beside Flower's.
 #
-# A device greets the server before it goes online; a server of Flower's own does not know the call,
-# and both then keep to Flower's. `Next` asks for a message, waits for it at the server, and brings
-# it whole; `Send` takes a whole reply: two calls for an update. Like all calls they are signed.
+# A device greets the server before it goes online. A SuperLink does not know the greeting, and then
+# the device uses Flower's calls. `Next` waits at the server for a message and returns all of it;
+# `Send` sends a complete reply: two calls per update. Like all calls they are signed.
 # -----------------------------------------------------------------------------
 
 
@@ -369,33 +369,34 @@ GREET, NEXT, SEND = "Greet", "Next", "Send"
 GREET_PATH = "/v1/raceme/greet"
 """Path of the greeting of a server over HTTP; the other calls are made over gRPC only."""
 PROTOCOL = 2
-"""Raised when calls, or what travels in them, change: messages, their settings and replies too."""
+"""Version of the protocol, raised whenever calls or their content change: messages, settings,
+replies."""
 SINCE = "0.2.0"
 """The first release that has this protocol."""
 LONGEST_WAIT = 15.0
-"""Seconds that `Next` may take to be answered; routers drop connections on which nothing happens
-for longer than about a minute."""
+"""Longest wait of `Next` in seconds; routers drop connections that are idle for more than about a
+minute."""
 LATENCY = 1.0
-"""Seconds on the way, each way, for which the time limits of a connection are made; those of a
-slower network are as many times longer."""
+"""Latency in seconds for which the time limits of connections are made; on a slower network they
+are proportionally longer."""
 LARGEST = 1024 * 1024
-"""Bytes of the arrays of a message that travels whole; a larger one does in Flower's objects, each
-of which can be sent again. One call has to get through a slow link."""
+"""Maximum size of the arrays of a message in one call, which must fit through a slow link. A larger
+message is sent as Flower's objects, which can be repeated one by one."""
 
 LARGEST_CALL = 2**31 - 1
-"""Bytes of a call: what gRPC and protocol buffers can carry."""
+"""Maximum size of a call, given by gRPC and protocol buffers."""
 LONGEST_HEAD = 1000
-"""Bytes of all that a call states beside its body."""
+"""Maximum size of the fields of a call, without its body."""
 LONGEST_ID = 128
-"""Characters of a device's id, all of which JSON may escape."""
+"""Maximum length of a device's id, whose characters JSON may escape."""
 _LONGEST_VERSION = 40
 
 
-# Evaluated anew they would take longer than all else that a call needs.
+# Cached, since evaluating the annotations takes longer than the rest of a call.
 _hints = cache(get_type_hints)
 
 
-class _Record:
+class _CallFields:
     """Fields of a call as JSON, then a zero byte and a body."""
 
     def to_bytes(self) -> bytes:
@@ -417,7 +418,7 @@ class _Record:
         read = json.loads(head.decode()) if len(head) < LONGEST_HEAD else None
         stated = {**read, "body": body} if isinstance(read, dict) else {}
         kinds = _hints(cast(Any, cls))
-        # What has a default was not there in earlier versions.
+        # Fields with defaults are missing in earlier versions.
         stated = {name: stated.get(name, vars(cls).get(name)) for name in kinds}
         if any(type(stated[name]) is not kind for name, kind in kinds.items()):
             raise ValueError(f"no {cls.__name__}")
@@ -425,8 +426,8 @@ class _Record:
 
 
 @dataclass(frozen=True)
-class Greeting(_Record):
-    """A device greets, or a server answers its greeting.
+class Greeting(_CallFields):
+    """Greeting of a device, or the server's answer to it.
 
     Attributes
     ----------
@@ -435,10 +436,10 @@ class Greeting(_Record):
     version : str
         Version of the Raceme package, for messages only.
     digest : str
-        SHA-256 of its code; empty if it is not said.
+        SHA-256 of its code; empty if not stated.
     device : str
-        Of a device the id that it was given, of a server the id that the device's key has; empty if
-        there is none.
+        From a device, its configured id; from a server, the id of the device's key. Empty if there
+        is none.
     """
 
     protocol: int
@@ -447,18 +448,18 @@ class Greeting(_Record):
     device: str = ""
 
     def difference(self, own: Greeting) -> str:
-        """Return how the other side's code differs from this one's; empty if it does not."""
+        """Return the difference of the other side's code, in words; empty if there is none."""
         if self.version != own.version:
             version = self.version[:_LONGEST_VERSION]
             return f"raceme {version}, this is {own.version}: both have protocol {PROTOCOL}"
         if "" not in (self.digest, own.digest) and self.digest != own.digest:
-            return f"raceme {own.version} with other code than here: install the same on both sides"
+            return f"raceme {own.version}, but with different code: install the same on both sides"
         return ""
 
 
 @cache
 def own_greeting() -> Greeting:
-    """Return what this process says of itself."""
+    """Return the greeting of this process."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
@@ -466,15 +467,15 @@ def own_greeting() -> Greeting:
 
 
 @dataclass(frozen=True)
-class NextRequest(_Record):
-    """A node asks for its next message.
+class NextRequest(_CallFields):
+    """Request of a node for its next message.
 
     Attributes
     ----------
     patience : float
-        Seconds that the answer may take.
+        Longest wait for a message, in seconds.
     have : str
-        Id of the last message that has arrived there; empty if there was none.
+        Id of the last message that arrived at the node; empty if there was none.
     """
 
     node: int
@@ -483,13 +484,13 @@ class NextRequest(_Record):
 
 
 @dataclass(frozen=True)
-class SendRequest(_Record):
-    """A node answers a message.
+class SendRequest(_CallFields):
+    """Reply of a node to a message.
 
     Attributes
     ----------
     asked : str
-        Id of the message that the reply is to.
+        Id of the answered message.
     body : bytes
         The encoded reply, with all its arrays.
     """

@@ -1,7 +1,7 @@
 """The server's side of Flower's Fleet API, over gRPC and HTTP, and of Raceme's own calls.
 
-Calls are answered in one event loop, so that a device may wait at the server until there is work
-for it; the caller is authenticated before the body of the call is read.
+Calls are answered in one event loop, so that many devices can wait at the server for work. The
+caller is authenticated before the body of a call is read.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ _Code = grpc.StatusCode
 _START_SECONDS = 30.0
 _END_SECONDS = 2.0
 _HANDSHAKE_SECONDS, _PING_SECONDS = 10.0, 20.0
-"""Longest times for a handshake and for the answer to a ping; times the latency of the network."""
+"""Time limits of a handshake and of the answer to a ping, to be multiplied by the latency."""
 _REGISTRY_SECONDS = 1.0
-"""From one look at the registered keys to the next."""
+"""Interval of checks of the registered keys."""
 _FOREIGN_REPLY = "a reply of another node"
 _REPLACED = (
     "another process with this device's key has taken its place. Each device needs a key of its own"
@@ -91,15 +91,15 @@ _REPLACED = (
 
 _OPTIONS = [
     ("grpc.max_send_message_length", LARGEST_CALL),
-    # A megabyte of zeros takes a kilobyte: only what is not compressed is taken.
+    # Compressed calls are refused: a kilobyte may become a megabyte.
     ("grpc.per_message_decompression", 0),
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.max_concurrent_streams", 16),
     ("grpc.keepalive_time_ms", 210_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Calls wait for their turn as long as devices do, and are not cancelled after 30 s.
+    # Calls may wait as long as devices do, and are not cancelled after 30 s.
     ("grpc.server_max_unrequested_time_in_server", 120),
-    # Nor are some turned away at random when more than a thousand come at once.
+    # gRPC would otherwise reject some at random when more than a thousand arrive at once.
     ("grpc.server.max_pending_requests", 10_000),
     ("grpc.server.max_pending_requests_hard_limit", 20_000),
     # Two servers on one port would each get some of the devices.
@@ -122,22 +122,22 @@ class PortInUseError(Exception):
 
 
 class FleetCalls:
-    """The calls of Flower's Fleet API, answered from a link state, by whatever transport they come.
+    """Answers the calls of Flower's Fleet API, over any transport, from a link state.
 
     Parameters
     ----------
     state : LinkState
-        What the calls are about.
+        Nodes and messages of the run.
     registered : Callable, optional
-        Returns the public keys of the nodes that may take part (PEM), to the names of their
-        devices; without it all may.
+        Returns the device of each public key (PEM) of the nodes that may take part; by default all
+        nodes may.
     holder : Callable
         Returns the id that is bound to a public key (PEM), or an empty text.
 
     Attributes
     ----------
     on_call : Callable
-        Called with a node that has made a call.
+        Called with each node that makes a call.
     """
 
     def __init__(
@@ -156,17 +156,17 @@ class FleetCalls:
         Raises
         ------
         FleetError
-            See :meth:`Signatures.caller`; or the key is not registered, or is new and the call is
-            none of a new node.
+            As in :meth:`Signatures.caller`; or the key is not registered; or the key is new, and
+            the call is not one of a new node.
         """
         caller = self._signatures.caller(metadata)
         key = caller.key
         is_known = self._state.node_of(key) is not None
         if not is_known and self._registered is not None:
-            # It may have been registered meanwhile.
+            # The key may have been registered meanwhile.
             self.admit()
             is_known = self._state.node_of(key) is not None
-        # Unknown keys are not kept: any caller can make as many as it likes.
+        # Signatures of unknown keys are not cached: a caller can make any number of keys.
         if is_known:
             self._signatures.remember(key, metadata)
         elif name not in _FIRST:
@@ -198,7 +198,7 @@ class FleetCalls:
         return answer(request)
 
     def check(self, caller: Caller, node: int) -> None:
-        """Refuse a call for another node, and one of a process that was replaced."""
+        """Refuse a call for another node, and a call of a replaced process."""
         if self._state.node_of(caller.key) != node:
             raise _unknown_node()
         if not self._state.is_current(node, caller.session):
@@ -206,7 +206,7 @@ class FleetCalls:
         self.on_call(node)
 
     def greet(self, caller: Caller, request: bytes) -> tuple[bytes, int | None]:
-        """Answer one of Raceme's devices that is about to come online; return its node, too.
+        """Answer the greeting of one of Raceme's devices; return its node, too.
 
         Raises
         ------
@@ -217,7 +217,7 @@ class FleetCalls:
         node = self._state.node_of(caller.key)
         if greeting.protocol != own.protocol:
             raise self._refusal(_other_protocol(greeting, own))
-        # Any stranger can greet, as often as it likes.
+        # Logged only for known nodes, since any process can greet any number of times.
         if node is None:
             return own.to_bytes(), None
         registered = {} if self._registered is None else self._registered()
@@ -243,17 +243,17 @@ class FleetCalls:
         return replace(own, device=bound or name).to_bytes(), node
 
     def _refusal(self, details: str) -> FleetError:
-        """Return the refusal of a device, which is logged."""
+        """Log and return the refusal of a device."""
         error = FleetError(_Code.FAILED_PRECONDITION, details)
         self._signatures.warn(error)
         return error
 
     def admit(self) -> None:
-        """Let the registered nodes in, if there is a list of them."""
+        """Admit the registered nodes, if there is a list of them."""
         if self._registered is not None:
             self._state.admit(self._registered())
 
-    # One method for each call, in the order in which a node makes them.
+    # One method per call, in the order in which a node makes them.
 
     def _register_node(self, request: Any) -> ProtoMessage:
         if self._registered is not None:
@@ -346,7 +346,7 @@ class FleetCalls:
 
 _REGISTER, _ACTIVATE = "RegisterNode", "ActivateNode"
 _FIRST = {_REGISTER, _ACTIVATE, GREET}
-"""Calls of nodes that are not known yet."""
+"""Calls that unknown nodes may make."""
 _SNAKE = {name: path_of(name).rpartition("/")[2].replace("-", "_") for name in CALLS}
 
 
@@ -395,18 +395,18 @@ def _check_interval(seconds: float) -> None:
 
 
 def _announced(message: Message, tree: ObjectTree) -> PullMessagesResponse:
-    """Return the head of a message, and what objects its content consists of."""
+    """Return the head of a message, and the objects of its content."""
     return PullMessagesResponse(
         messages_list=[message_to_proto(message)], message_object_trees=[tree]
     )
 
 
 Answer = Callable[[Caller, Any], Awaitable[Any]]
-"""Answers a call over gRPC: takes its caller, and its request."""
+"""Answers a call over gRPC, given its caller and its request."""
 
 
 class _GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Hands calls over gRPC on; refuses those that no known node has signed, before their body.
+    """Dispatches calls over gRPC; refuses those without a known signature before reading the body.
 
     Parameters
     ----------
@@ -425,7 +425,7 @@ class _GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
         try:
             caller = self._calls.caller(name, dict(details.invocation_metadata))
         except FleetError as error:
-            # A handler of a stream: the request of another is read before it is called.
+            # A handler of a stream is called before the request is read; others are called after.
             return grpc.stream_unary_rpc_method_handler(partial(_abort, error))
         if (own := self._answers.get(details.method)) is not None:
             return grpc.unary_unary_rpc_method_handler(partial(_answered, partial(own, caller)))
@@ -442,7 +442,7 @@ class _GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 async def _answered(answer: Callable[[Any], Awaitable[Any]], request: Any, context: Any) -> Any:
-    """Answer a call, or say why it is refused."""
+    """Answer a call, or refuse it with the reason."""
     try:
         return await answer(request)
     except FleetError as error:
@@ -454,7 +454,7 @@ async def _answered(answer: Callable[[Any], Awaitable[Any]], request: Any, conte
 async def _abort(error: FleetError, _requests: object, context: Any) -> None:
     details = error.details
     if error.number is not None:
-        # As Flower's SuperNodes read it.
+        # In the form that Flower's SuperNodes read.
         stated = {"code": error.number, "public_message": details, "public_details": None}
         details = json.dumps(stated)
     await context.abort(error.code, details)
@@ -516,7 +516,7 @@ class _HttpApi:
         )
 
     async def stop(self) -> None:
-        """Answer nothing any more."""
+        """Stop answering."""
         self._server.should_exit = self._server.force_exit = True
         if self._task is not None:
             await self._task
@@ -544,19 +544,19 @@ class _HttpApi:
 
 
 async def _body_of(request: Request, largest: int) -> bytes:
-    """Return the body of a call; one that is too large is not read to its end."""
+    """Return the body of a call, without reading all of one that is too large."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > largest:
-            # As gRPC says it.
+            # In gRPC's words.
             details = f"Received message larger than max ({len(body)} vs. {largest})"
             raise FleetError(_Code.RESOURCE_EXHAUSTED, details)
     return bytes(body)
 
 
 class FleetApi(FleetObserver):
-    """The server: entered it holds its port, and answers once it is started.
+    """The server: it binds its ports on entry, and answers after `start`.
 
     Parameters
     ----------
@@ -565,23 +565,23 @@ class FleetApi(FleetObserver):
     address : str
         ``HOST:PORT``.
     certificates : Certificates, optional
-        For TLS; plain text without.
+        For TLS; plain text without them.
     registered : Callable, optional
         Returns the public keys of the nodes that may take part (PEM), to the names of their
         devices; without it all may.
     http : str, optional
         ``HOST:PORT`` for Flower's SuperNodes from 1.40 on, which speak HTTP.
     connections : int
-        Open connections at the same time, of both ports; others are closed at once.
+        Maximum number of open connections of both ports; further ones are closed at once.
     holder : Callable
         Returns the id that is bound to a public key (PEM), or an empty text.
     latency : float
-        Seconds on the way to the device farthest away: time limits are multiples of it.
+        Longest time of a packet to a device, in seconds; time limits are multiples of it.
 
     Attributes
     ----------
     calls : FleetCalls
-        Answers them; its `on_call` is called with a node that has made one.
+        Answers calls; its `on_call` is called with each node that makes one.
 
     Raises
     ------
@@ -622,7 +622,7 @@ class FleetApi(FleetObserver):
             self._end_loop()
             raise
         self._state.observers.append(self)
-        # The first checkpoint has them already, so that they stay the nodes that they are.
+        # Admitted before the first checkpoint, so that the devices keep their nodes.
         self.calls.admit()
         return self
 
@@ -631,7 +631,7 @@ class FleetApi(FleetObserver):
         self._end_loop()
 
     def start(self) -> None:
-        """Begin to answer; until then devices that connect have to wait."""
+        """Begin to answer; devices that connected earlier have waited."""
         assert self._server is not None
         self.calls.admit()
         self._await(self._start())
@@ -652,7 +652,7 @@ class FleetApi(FleetObserver):
                 self._wake(node)
 
     def answers(self, seconds: float) -> bool:
-        """Return whether calls are answered, or would be, within some seconds."""
+        """Return whether the event loop answers within some seconds."""
         try:
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(seconds)
         except TimeoutError:
@@ -667,7 +667,7 @@ class FleetApi(FleetObserver):
     async def _stop(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        # Devices that wait are told that there is nothing, instead of being cut off.
+        # Waiting devices get an empty answer instead of a closed connection.
         for node in list(self._waiting):
             self._wake(node)
         if self._server is not None:
@@ -685,7 +685,7 @@ class FleetApi(FleetObserver):
         limits = [
             ("grpc.max_allowed_incoming_connections", self._connections),
             ("grpc.max_receive_message_length", self._state.largest),
-            # A connection that does not finish its handshake is closed.
+            # A connection without a complete handshake is closed.
             ("grpc.server_handshake_timeout_ms", round(1000 * _HANDSHAKE_SECONDS * self._latency)),
             ("grpc.keepalive_timeout_ms", round(1000 * _PING_SECONDS * self._latency)),
         ]
@@ -720,12 +720,12 @@ class FleetApi(FleetObserver):
         return answer
 
     async def _next(self, caller: Caller, request: bytes) -> bytes:
-        """Hand out the next message; wait for it if there is none."""
+        """Return the next message of a node; wait if there is none."""
         asked = NextRequest.from_bytes(request)
         self.calls.check(caller, asked.node)
         found = self._state.next_for(asked.node, asked.have)
         if found is None and await self._wait(asked.node, min(asked.patience, LONGEST_WAIT)):
-            # Its key may have been revoked meanwhile.
+            # The caller's key may have been revoked during the wait.
             self.calls.check(caller, asked.node)
             found = self._state.next_for(asked.node, asked.have)
         if found is None:
@@ -750,7 +750,7 @@ class FleetApi(FleetObserver):
         future = self._loop.create_future()
         former, self._waiting[node] = self._waiting.get(node), future
         if former is not None and not former.done():
-            # Its answer would go nowhere: the node has called again.
+            # The node has called again, so the answer to its earlier call would be lost.
             former.set_result(False)
         timer = self._loop.call_later(seconds, _give_up, future)
         try:
@@ -764,13 +764,14 @@ class FleetApi(FleetObserver):
     def on_work(self, node_id: int) -> None:
         """Wake a node that waits for a message."""
         self._with_work.append(node_id)
-        # Every call from another thread writes to a socket: one wakes all nodes that wait for it.
+        # Waking the loop from another thread writes to a socket, so one call wakes all waiting
+        # nodes.
         if not self._is_waking:
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._wake_all)
 
     def _wake_all(self) -> None:
-        # A node that is added after this line gets a call of its own.
+        # A node that is added after this line causes another call.
         self._is_waking = False
         while self._with_work:
             self._wake(self._with_work.popleft())

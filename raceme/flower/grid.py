@@ -43,7 +43,7 @@ class OwnGrid(Grid):
     def pull_messages(
         self, message_ids: Iterable[str] = (), *, reply_to_message_ids: Iterable[str] = ()
     ) -> Iterable[Message]:
-        """Return replies to some messages, whose ids Flower 1.43 calls `reply_to_message_ids`."""
+        """Return replies to some messages, in Flower 1.43 given as `reply_to_message_ids`."""
         return self._pull([*message_ids, *reply_to_message_ids])
 
     @abstractmethod
@@ -52,7 +52,7 @@ class OwnGrid(Grid):
 
 
 class GridWrapper(OwnGrid):
-    """A grid on top of another one, whose run it has."""
+    """A grid on top of another one, with the same run."""
 
     _grid: Grid
 
@@ -67,7 +67,7 @@ class GridWrapper(OwnGrid):
 
 
 class PatientGrid(OwnGrid, ABC):
-    """A grid on whose clock it is waited for replies, one or a few after the other."""
+    """A grid with a clock, which waits for one or a few replies at a time."""
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -90,7 +90,7 @@ class PatientGrid(OwnGrid, ABC):
     def _more(
         self, message_ids: Collection[str], deadline: float | None
     ) -> Sequence[Message] | None:
-        """Wait for more replies and return them; None if there will be none by the deadline."""
+        """Wait for further replies and return them; None if none will come before the deadline."""
 
 
 # -----------------------------------------------------------------------------
@@ -102,27 +102,27 @@ _UPLOAD_SECONDS = 60.0
 """Longest wait for the next part of a reply that was announced."""
 _POLL_SECONDS = 0.2
 _SYSTEM_MESSAGE = "system"
-"""Type of messages of no node (flwr.supercore.constant: SYSTEM_MESSAGE_TYPE)."""
+"""Type of messages that belong to no node (flwr.supercore.constant: SYSTEM_MESSAGE_TYPE)."""
 _AT_ONCE = 8
-"""Parts that are fetched at the same time."""
+"""Number of parts that are fetched at the same time."""
 
 
 @dataclass
 class _Upload:
-    """A reply that was announced, and as much of it as has arrived.
+    """An announced reply, and the parts that have arrived.
 
     Attributes
     ----------
     message_id, reply_to : str
-        Its own id, and that of the message that it answers.
+        Ids of the reply, and of the answered message.
     sender : int
-        The node that sends it; the SuperLink has checked that.
+        The sending node, as checked by the SuperLink.
     missing : deque[str]
-        Ids of the parts that have not arrived yet, in the order in which they are looked for.
+        Ids of the missing parts, in the order in which they are requested.
     contents : dict[str, bytes]
-        Parts that have arrived, by their ids.
+        Arrived parts, by id.
     progressed_at : float
-        When the last of them arrived, or when it was announced.
+        Time at which the last part arrived, or of the announcement.
     """
 
     message_id: str
@@ -134,14 +134,14 @@ class _Upload:
 
 
 class PromptGrid(GridWrapper, PatientGrid):
-    """Flower's grid, on which no reply waits for the rest of another.
+    """Flower's grid without waits for incomplete replies.
 
-    A reply is announced before its arrays have arrived. Flower's grid, which finds them missing,
-    waits for them, and all other replies with it: for three minutes if the sender has died. Here a
-    reply that is not complete is set aside, and looked at again whenever replies are asked for.
+    A reply is announced before its arrays have arrived. Flower's grid waits for missing arrays, and
+    delays all other replies: for three minutes if the sender has died. Here an incomplete reply is
+    set aside, and checked again at each request for replies.
 
-    What a device has sent is not trusted either: a reply that cannot be read, or that says that it
-    comes from another node or answers another message than was announced, is an error reply.
+    Content from devices is not trusted, either: a reply that cannot be read, or that states another
+    sender or another answered message than announced, becomes an error reply.
 
     Parameters
     ----------
@@ -168,14 +168,14 @@ class PromptGrid(GridWrapper, PatientGrid):
         return self._grid.push_messages(messages)
 
     def _pull(self, message_ids: Collection[str]) -> list[Message]:
-        """Return the replies to some messages that are complete, without waiting for others."""
+        """Return the complete replies to some messages, without waiting for others."""
         wanted = set(message_ids)
-        # What was announced once the SuperLink does not know any more.
+        # The SuperLink forgets announced replies, so messages with one are not asked for again.
         self._take_announced(sorted(wanted - self._uploads.keys()))
         return list(self._complete(wanted))
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Give up on the rest of replies to some messages."""
+        """Give up on incomplete replies to some messages."""
         for message_id in message_ids:
             self._uploads.pop(message_id, None)
 
@@ -194,7 +194,7 @@ class PromptGrid(GridWrapper, PatientGrid):
         return found
 
     def _take_announced(self, message_ids: list[str]) -> None:
-        """Ask which replies were announced."""
+        """Fetch the announcements of replies."""
         if not message_ids:
             return
         answer = self._grid._runtime_client.PullMessages(_request_for(message_ids))
@@ -210,7 +210,7 @@ class PromptGrid(GridWrapper, PatientGrid):
             )
 
     def _complete(self, wanted: set[str]) -> Iterator[Message]:
-        """Yield those of the wanted replies that are complete, or will never be."""
+        """Yield the complete ones of wanted replies, and errors for those that never will be."""
         for upload in [upload for key, upload in self._uploads.items() if key in wanted]:
             reason = self._fetch(upload)
             if upload.missing and not reason:
@@ -224,27 +224,27 @@ class PromptGrid(GridWrapper, PatientGrid):
             yield self._unavailable(upload, reason) if reason else self._read(upload)
 
     def _fetch(self, upload: _Upload) -> str:
-        """Fetch what has arrived of a reply; return why the rest of it never will, or nothing."""
+        """Fetch the arrived parts of a reply; return why the rest is lost, or an empty text."""
         while upload.missing:
             batch = [upload.missing.popleft() for _ in range(min(_AT_ONCE, len(upload.missing)))]
             found = list(self._pool.map(self._part, batch))
             for part, content in zip(batch, found, strict=True):
                 if content is None:
-                    # Looked at again after all others.
+                    # This part is requested again after all others.
                     upload.missing.append(part)
                 elif content:
                     upload.contents[part] = content
                     upload.progressed_at = self._clock()
                 else:
-                    return "The rest of the reply is lost: the SuperLink has it no more"
+                    return "The rest of the reply is lost: the SuperLink does not have it any more"
             if all(content is None for content in found):
                 break
         if upload.missing and self._clock() >= upload.progressed_at + _UPLOAD_SECONDS:
-            return f"The rest of the reply has not come for {_UPLOAD_SECONDS:g} s"
+            return f"The rest of the reply has not arrived within {_UPLOAD_SECONDS:g} s"
         return ""
 
     def _part(self, part: str) -> bytes | None:
-        """Return a part of a reply: None if it has not arrived yet, nothing if it never will."""
+        """Return a part of a reply: None if it has not arrived yet, empty if it never will."""
         request = PullObjectRequest(node=self._grid.node, run_id=self._run_id, object_id=part)
         answer = self._grid._runtime_client.PullObject(request)
         if not answer.object_found:
@@ -252,8 +252,8 @@ class PromptGrid(GridWrapper, PatientGrid):
         return bytes(answer.object_content) if answer.object_available else None
 
     def _read(self, upload: _Upload) -> Message:
-        """Return a reply whose parts have all arrived."""
-        reason = "The reply says that it is another one than was announced"
+        """Decode a reply whose parts have all arrived."""
+        reason = "The reply differs from its announcement"
         try:
             message = inflate_object_from_contents(upload.message_id, upload.contents)
             if not isinstance(message, Message):
@@ -262,13 +262,13 @@ class PromptGrid(GridWrapper, PatientGrid):
             if (stated.src_node_id, stated.reply_to_message_id) == (upload.sender, upload.reply_to):
                 set_message_id(message, upload.message_id)
                 return message
-        # A device may send anything in place of a part: what that raises is not known beforehand.
+        # A device may send any bytes as a part, which may raise any exception.
         except Exception as error:
             reason = f"The reply cannot be read: {type(error).__name__}: {error}"
         return self._unavailable(upload, reason)
 
     def _unavailable(self, upload: _Upload, reason: str) -> Message:
-        """Return the error reply that stands for a reply that will never be seen."""
+        """Return an error reply in place of a reply that will never be complete."""
         metadata = Metadata(
             run_id=self._run_id,
             message_id="",
@@ -288,7 +288,7 @@ class PromptGrid(GridWrapper, PatientGrid):
 
 
 def _request_for(message_ids: list[str]) -> PullAppMessagesRequest:
-    """Ask for the replies to some messages, as the installed release of Flower does."""
+    """Return the request for replies to some messages, as in the installed Flower release."""
     if "message_ids" in PullAppMessagesRequest.DESCRIPTOR.fields_by_name:
         return PullAppMessagesRequest(message_ids=message_ids)
     # From 1.43 on.
@@ -297,7 +297,7 @@ def _request_for(message_ids: list[str]) -> PullAppMessagesRequest:
 
 
 def prompt(grid: Grid) -> Grid:
-    """Return a grid on which no reply waits for the rest of another one: itself, if it is such."""
+    """Return a grid without waits for incomplete replies: the grid itself, if it has none."""
     return PromptGrid(grid) if _is_http(grid) else grid
 
 
@@ -309,15 +309,15 @@ def has_devices(grid: Grid) -> bool:
 def _is_http(grid: Grid) -> TypeGuard[HttpGrid]:
     """Return whether a grid is Flower's connection to a SuperLink.
 
-    Its module imports a database and a web framework, half a second; where it was not imported yet
-    there is no such grid.
+    Its module imports a database and a web framework, which takes half a second. If it has not been
+    imported, there is no such grid.
     """
     module = sys.modules.get("flwr.superlink.grid.http_grid")
     return module is not None and isinstance(grid, module.HttpGrid)
 
 
 def parent_pid(arguments: Sequence[str] | None = None) -> int | None:
-    """Return the process that Flower's own one for server apps is told to look at; None elsewhere.
+    """Return the parent process that Flower's process for server apps observes; None elsewhere.
 
     Parameters
     ----------

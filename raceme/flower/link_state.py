@@ -1,8 +1,8 @@
 """The state of the served fleet: its nodes, messages to them, replies, and the app bundle.
 
-A grid and the Fleet API use it, in one process. It says when a reply is there as a whole, and when
-nodes come and go; messages to Raceme's own devices stay whole, those to SuperNodes are trees of
-objects. Its rules for nodes, messages and replies are those of Flower's SuperLink.
+A grid and the Fleet API share it in one process. It notifies of complete replies, and of nodes that
+join or leave. Messages to Raceme's own devices are stored complete; those to SuperNodes are trees
+of objects. The rules for nodes, messages and replies are those of Flower's SuperLink.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from raceme.flower.fleet_protocol import (
 )
 from raceme.flower.objects import (
     ObjectStore,
-    Uploads,
+    UploadSessions,
     check_object,
     check_tree,
     ids_of,
@@ -53,24 +53,24 @@ if TYPE_CHECKING:
     from raceme.flower.app import App, Value
 
 # -----------------------------------------------------------------------------
-# The message cache: messages with their content, as long as they may be asked for.
+# The message cache: messages with their content, as long as they may be requested.
 # -----------------------------------------------------------------------------
 
 
 MOST_BYTES = 64 * 1024 * 1024
-"""Bytes of arrays that are kept of messages that were handed out already."""
+"""Maximum size of the arrays of handed-out messages that are kept."""
 
 
 class MessageCache:
-    """Whole messages by their ids.
+    """Complete messages by their ids.
 
-    A message that was handed out is kept in case that it gets lost on its way: the latest of them,
-    up to so many bytes. Of the others nothing is known any more but that they were sent.
+    Handed-out messages are kept in case they get lost in transit: the latest ones, up to a number
+    of bytes. Earlier ones are dropped.
 
     Parameters
     ----------
     most_bytes : int
-        Bytes of arrays that are kept of messages that were handed out.
+        Maximum size of the arrays of handed-out messages that are kept.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -87,11 +87,11 @@ class MessageCache:
         self._waiting[message_id] = message
 
     def get(self, message_id: str) -> Message | None:
-        """Return a message that waits or is on its way; None if there is none."""
+        """Return a message that waits or is in transit; None if it is not here."""
         return self._waiting.get(message_id) or self._handed_out.get(message_id, (None, 0))[0]
 
     def hand_out(self, message_id: str) -> Message | None:
-        """Return a message that is on its way from now on."""
+        """Return a message, and mark it as handed out."""
         found = self._waiting.pop(message_id, None)
         if found is None:
             return self.get(message_id)
@@ -103,25 +103,25 @@ class MessageCache:
         return found
 
     def drop(self, message_id: str) -> None:
-        """Forget a message, and free the room that it takes."""
+        """Forget a message, and free its memory."""
         self._waiting.pop(message_id, None)
         _, size = self._handed_out.pop(message_id, (None, 0))
         self._bytes -= size
 
 
 # -----------------------------------------------------------------------------
-# Clock skew: a wall clock that is set while a server runs.
+# Clock skew: jumps of the wall clock while a server runs.
 # -----------------------------------------------------------------------------
 
 
 log = logging.getLogger("raceme.serve")
 
 _LEAST_SECONDS = 10.0
-"""Smallest jump of a clock; ordinary corrections come in smaller steps."""
+"""Smallest difference that counts as a jump; ordinary corrections have smaller steps."""
 
 
 class ClockSkew:
-    """Compares the wall clock, by which it is told which nodes are online, with a steady one.
+    """Compares the wall clock, which determines the nodes that are online, with a steady one.
 
     Parameters
     ----------
@@ -138,16 +138,16 @@ class ClockSkew:
         self._between = wall() - steady()
 
     def seconds(self) -> float:
-        """Return by how much the wall clock has jumped since it was asked last; 0 if it has not."""
+        """Return the jump of the wall clock since the last call; 0 without one."""
         between = self._wall() - self._steady()
         jump = between - self._between
         if abs(jump) < _LEAST_SECONDS:
             return 0.0
         self._between = between
         log.warning(
-            "The clock has been set %s by %.0f s, or the host has slept: no node goes offline, "
-            "and no message expires for that. Devices with a clock of their own that differs by "
-            "more than 5 minutes are refused",
+            "The clock has been set %s by %.0f s, or the host has slept: no node goes offline and "
+            "no message expires because of that. Devices whose clocks differ by more than 5 "
+            "minutes are refused",
             "forward" if jump > 0 else "back",
             abs(jump),
         )
@@ -160,41 +160,41 @@ class ClockSkew:
 
 
 RECONNECT_SECONDS = 90.0
-"""Time that a node that was online may take to find a restarted server."""
+"""Time within which a node that was online must find a restarted server."""
 LIVE_SECONDS = 14.0
-"""One of Raceme's devices that is silent for so long is offline: it sends a heartbeat every 5 s."""
+"""Silence after which one of Raceme's devices is offline; it sends a heartbeat every 5 s."""
 _WORK_SECONDS = 60.0
-"""Silence of a device until what it works on is lost: the network may come back sooner."""
+"""Silence of a device after which its work is lost; the network may return earlier."""
 _ISO_TIME = "%Y-%m-%dT%H:%M:%S+00:00"
 _EARLIEST = 1740700800.0
-"""A message that was made before Flower had such messages, at the end of February 2025, comes from
-a clock that is not set (flwr.server.utils.validator)."""
+"""Earliest valid time of a message: the end of February 2025, when Flower introduced such messages.
+An earlier time comes from a clock that is not set (flwr.server.utils.validator)."""
 _TTL_TOLERANCE = 0.1
-"""Seconds that a reply may live longer than what is left of its message (flwr.common.constant:
-MESSAGE_TTL_TOLERANCE)."""
+"""Seconds by which a reply's time to live may exceed the rest of its message's
+(flwr.common.constant: MESSAGE_TTL_TOLERANCE)."""
 _RUNNING = "running"
 _LOOK_SECONDS = 1.0
 """Seconds between two searches for messages that will never be answered."""
 _MOST_ABSENT = 1000
-"""Nodes that registered themselves and never came online: any stranger can make more."""
+"""Maximum number of nodes that registered themselves and never came online, as any process can."""
 
 Encoded = list[bytes]
-"""A whole message: its head, the tree of its objects, then the objects; or, of a reply that came
-whole, nothing, the id of the message that it answers, and itself."""
+"""A message as byte strings: its head, the tree of its objects, then the objects. For a reply that
+came complete: an empty string, the id of the answered message, and the reply."""
 
 
 @dataclass
-class Node:
-    """A node that is known, by its key.
+class FleetNode:
+    """A known node, identified by its key.
 
     Attributes
     ----------
     node_id : int
         Random number of 64 bits.
     public_key : bytes
-        Its key (PEM).
+        Its public key (PEM).
     is_online : bool
-        Whether it counted as online when that was looked at last.
+        Whether it was online at the last check.
     online_until : float or None
         Wall clock time until which its last heartbeat counts; None if it has never been online.
     """
@@ -206,23 +206,23 @@ class Node:
 
 
 class FleetObserver:
-    """Is told what happens in the served fleet, in the thread in which it happens."""
+    """Observer of the served fleet, called in the thread that causes a change."""
 
     def on_work(self, node_id: int) -> None:
-        """Note that there is a message for a node."""
+        """Called when there is a message for a node."""
 
     def on_news(self) -> None:
-        """Note that a reply is there, or a node has come or gone."""
+        """Called when a reply is complete, or a node has joined or left."""
 
     def on_reply(self, message_id: str, encoded: Callable[[], Encoded]) -> None:
-        """Take a whole reply before its sender is told that it has arrived.
+        """Called with a complete reply before its arrival is confirmed to the sender.
 
         Parameters
         ----------
         message_id : str
-            The message that it answers.
+            The answered message.
         encoded : Callable
-            Returns the reply as :meth:`LinkState.receive` takes it.
+            Returns the reply in the form that :meth:`LinkState.receive` accepts.
         """
 
 
@@ -232,31 +232,31 @@ class LinkState:
     Parameters
     ----------
     app : App
-        What the run's devices run.
+        The app of the run's devices.
 
     Attributes
     ----------
     run_id : int
-        Id of the one run that is served.
-    nodes : dict[int, Node]
-        Nodes by their ids, in the order in which they first came.
+        Id of the served run.
+    nodes : dict[int, FleetNode]
+        Nodes by their ids, in the order of registration.
     heads : dict[str, Message]
         Messages by their ids, without their content, until they are forgotten.
     reply_heads : dict[str, Message]
-        Replies that were announced, by their own ids, without their content.
+        Announced replies by their own ids, without their content.
     objects : ObjectStore
-        Contents of messages and replies that travel as objects.
+        Contents of messages and replies that are sent as objects.
     observers : list[FleetObserver]
-        Told of messages, replies and nodes.
+        Observers of messages, replies and nodes.
     key_changes : deque
-        Devices whose keys were registered, revoked or rotated, and which of it: taken out by the
-        grid.
+        Devices whose keys were registered, revoked or rotated, with the kind of change; emptied by
+        the grid.
     reconnect : float
-        Seconds that nodes which were online count as such after :meth:`load_state_dict`.
+        Seconds after :meth:`load_state_dict` for which nodes that were online count as online.
     largest : int
-        Bytes of a reply; larger ones are refused.
+        Maximum size of a reply in bytes; larger ones are refused.
     renewed : set[int]
-        Nodes that have begun anew without having been offline.
+        Nodes that started again without having been offline.
     """
 
     reconnect = RECONNECT_SECONDS
@@ -265,28 +265,28 @@ class LinkState:
     def __init__(self, app: App) -> None:
         self.lock = threading.RLock()
         self.observers: list[FleetObserver] = []
-        self.nodes: dict[int, Node] = {}
+        self.nodes: dict[int, FleetNode] = {}
         self._ids: dict[bytes, int] = {}
         self.heads: dict[str, Message] = {}
         self.reply_heads: dict[str, Message] = {}
-        # Ids of the replies to messages, from when they are announced.
+        # Ids of announced replies, by message.
         self._reply_ids: dict[str, str] = {}
         self.objects = ObjectStore()
-        self._uploads = Uploads()
+        self._uploads = UploadSessions()
         self._undelivered: dict[int, deque[str]] = {}
         self._handed_out: dict[int, str] = {}
-        # Objects that are still to come of replies that have been announced.
+        # Missing objects of announced replies.
         self._missing: dict[str, set[str]] = {}
         self._sizes: dict[str, int] = {}
         self._waiting: dict[str, set[str]] = {}
         self._arrived: dict[str, str] = {}
         self.renewed: set[int] = set()
-        # The process that each node is: its version and a random name; empty of SuperNodes.
+        # Process of each node: its version and a random name; empty for SuperNodes.
         self._sessions: dict[int, str] = {}
-        # The ids of the processes that nodes are, and of those that have greeted since.
+        # Device ids of the nodes' processes, and of processes that have greeted since.
         self._devices: dict[int, str] = {}
         self._introduced: dict[int, tuple[str, str]] = {}
-        # Raceme's own devices: their nodes, messages to them, and replies as they came.
+        # Raceme's own devices: their nodes, the messages to them, and their replies as received.
         self._greeted: set[int] = set()
         self._direct: set[int] = set()
         self._cache = MessageCache()
@@ -302,10 +302,10 @@ class LinkState:
         self.run_id = _random_id()
         messages.identify_process(self.run_id)
 
-    # What nodes and apps are told of the run.
+    # Information about the run for nodes and apps.
 
     def run_record(self) -> Run:
-        """Return the run as SuperNodes are told of it, with the words of a SuperLink's own runs."""
+        """Return the description of the run for SuperNodes, in the words of a SuperLink."""
         app = self._app
         return Run(
             run_id=self.run_id,
@@ -325,7 +325,7 @@ class LinkState:
 
     @property
     def run(self) -> messages.Run:
-        """The run as a grid states it."""
+        """The run, as stated by a grid."""
         app, run = self._app, messages.empty_run(self.run_id)
         run.fab_id, run.fab_version, run.fab_hash = app.name, app.version, self._bundle_hash
         run.override_config = dict(app.run_config)
@@ -333,15 +333,15 @@ class LinkState:
         return run
 
     def bundle(self, digest: str) -> Fab | None:
-        """Return the app bundle, if that is its hash."""
+        """Return the app bundle with a hash; None for another hash."""
         if digest != self._bundle_hash:
             return None
         return Fab(hash_str=digest, content=self._app.bundle)
 
-    # What a grid does.
+    # Operations of a grid.
 
     def push(self, message: Message) -> str | None:
-        """Send a message to its node; return its id, or nothing if the node is not there."""
+        """Send a message to its node; return its id, or an empty text if the node is offline."""
         node = message.metadata.dst_node_id
         with self.lock:
             if node not in self._direct:
@@ -358,7 +358,7 @@ class LinkState:
         return stored
 
     def _push_whole(self, message: Message) -> str | None:
-        # As hard to guess as a hash: a node that names it may answer it.
+        # As hard to guess as a hash, since a node that states the id may answer the message.
         message_id = secrets.token_hex(32)
         messages.set_message_id(message, message_id)
         if not self._keep_head(messages.without_content(message)):
@@ -375,38 +375,39 @@ class LinkState:
             missing = self.objects.announce(get_object_tree(message))
             objects = get_all_nested_objects(message)
             for key in missing:
-                # A reply that is on its way may have announced the same object: it completes it.
+                # A reply in transit may have announced the same object, and may thereby be
+                # complete.
                 self._take_object(key, objects[key].deflate())
         return message_id
 
     def _keep_head(self, head: Message) -> bool:
-        """Note a message without its content; return whether it can be sent."""
+        """Store a message without its content; return whether it can be sent."""
         stated = head.metadata
         node = self.nodes.get(stated.dst_node_id)
         if not _is_valid(head) or stated.run_id != self.run_id or stated.reply_to_message_id:
             return False
         if stated.src_node_id != messages.SERVER_NODE_ID:
             return False
-        # It has been online, now or before.
+        # The node is or was online.
         if node is None or node.online_until is None:
             return False
         self.heads.setdefault(stated.message_id, head)
         return True
 
     def take(self, message_ids: Collection[str], most: int | None = None) -> list[Message]:
-        """Return the replies that are there to some messages, in order of arrival, and drop both.
+        """Return the present replies to some messages, in order of arrival, and drop both.
 
-        A message whose reply will never come is answered with an error.
+        A message that will never be answered gets an error reply.
 
         Parameters
         ----------
         message_ids : Collection[str]
             Ids of the messages whose replies are wanted.
         most : int, optional
-            Replies that are returned at most, the first that have come; errors come on top.
+            Maximum number of replies, the earliest first; error replies are not counted.
         """
         with self.lock:
-            unknown = self._look_for_lost(message_ids)
+            unknown = self._find_lost(message_ids)
             ready = list(islice((key for key in self._arrived if key in message_ids), most))
             replies = [self._inflated(key) for key in ready]
             gone = [key for key in self._lost if key in message_ids]
@@ -418,7 +419,7 @@ class LinkState:
         return replies
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Drop messages and whatever there is of their replies."""
+        """Drop messages and their replies, complete or not."""
         with self.lock:
             for message_id in message_ids:
                 self._lost.pop(message_id, None)
@@ -438,7 +439,7 @@ class LinkState:
         self.reply_heads.pop(self._reply_ids.pop(message_id, ""), None)
 
     def _forget_missing(self, reply_id: str) -> None:
-        """Wait for no more objects of a reply."""
+        """Stop waiting for objects of a reply."""
         self._sizes.pop(reply_id, None)
         for key in self._missing.pop(reply_id, ()):
             waiting = self._waiting.get(key, set())
@@ -447,17 +448,17 @@ class LinkState:
                 self._waiting.pop(key, None)
 
     def online(self) -> list[int]:
-        """Return the nodes that are online, in the order in which they first came."""
+        """Return the online nodes, in the order of registration."""
         return [node.node_id for node in self.online_nodes()]
 
-    def online_nodes(self) -> list[Node]:
+    def online_nodes(self) -> list[FleetNode]:
         """Return the nodes that are online, with their keys."""
         with self.lock:
             self._mark_offline(self.nodes.values())
             return [node for node in self.nodes.values() if node.is_online]
 
     def next_head(self, node_id: int) -> Message | None:
-        """Hand out the next message of a node, without its content."""
+        """Return the next message of a node, without its content, as handed out."""
         with self.lock:
             queue = self._undelivered.get(node_id, deque())
             while queue:
@@ -471,7 +472,7 @@ class LinkState:
             return None
 
     def next_announced(self, node_id: int) -> tuple[Message, ObjectTree] | None:
-        """Hand out the next message of a SuperNode: its head, and the tree of its objects."""
+        """Return the next message of a SuperNode: its head, and the tree of its objects."""
         with self.lock:
             head = self.next_head(node_id)
             if head is None:
@@ -485,30 +486,30 @@ class LinkState:
     def _is_answered(self, message_id: str) -> bool:
         return message_id in self._arrived or message_id in self._reply_ids
 
-    # What Raceme's devices do.
+    # Operations of Raceme's devices.
 
     def greet(self, node_id: int) -> None:
-        """Note that a node that is about to come online is one of Raceme's devices."""
+        """Record that a node that will come online is one of Raceme's devices."""
         with self.lock:
             self._greeted.add(node_id)
 
     def next_for(self, node_id: int, have: str) -> tuple[Message, ObjectTree | None] | None:
-        """Hand out the next message of one of Raceme's devices; the last one again if it got lost.
+        """Return the next message of one of Raceme's devices, or a lost one again.
 
         Parameters
         ----------
         have : str
-            The last message that has arrived there.
+            Id of the last message that arrived at the device.
 
         Returns
         -------
         tuple or None
-            The whole message, or its head and the tree of its objects.
+            The complete message, or its head and the tree of its objects.
         """
         with self.lock:
             self._direct.add(node_id)
             if self._handed_out.get(node_id, have) != have:
-                self._take_back(self._handed_out.pop(node_id))
+                self._requeue(self._handed_out.pop(node_id))
             while head := self.next_head(node_id):
                 message_id = head.metadata.message_id
                 whole = self._cache.hand_out(message_id)
@@ -519,8 +520,8 @@ class LinkState:
                 self._note_lost(message_id)
             return None
 
-    def _take_back(self, message_id: str) -> None:
-        """Let a message be handed out again, or note that it is lost with its content."""
+    def _requeue(self, message_id: str) -> None:
+        """Make a message available again, or record that it is lost with its content."""
         message = self.heads.get(message_id)
         if message is None or self._is_answered(message_id):
             return
@@ -536,12 +537,13 @@ class LinkState:
         self._notify()
 
     def accept(self, node_id: int, asked: str, body: bytes) -> bool:
-        """Take a whole reply of one of Raceme's devices.
+        """Accept a complete reply of one of Raceme's devices.
 
         Returns
         -------
         bool
-            Whether it is that node's to answer. A reply that is not wanted any more is dropped.
+            Whether the node may answer the message. A reply that is not awaited any more is
+            dropped.
         """
         with self.lock:
             message = self.heads.get(asked)
@@ -557,21 +559,21 @@ class LinkState:
         self._notify()
         return True
 
-    # What all nodes do.
+    # Operations of all nodes.
 
     def announce(self, reply: Message, tree: ObjectTree) -> tuple[str, list[str]]:
-        """Take the head of a reply, and note what of it is still to come.
+        """Accept the head of a reply, and record its missing objects.
 
         Returns
         -------
         tuple[str, list[str]]
-            Id of the session in which objects are pushed, and the ids of those that are to be: none
+            Id of the session in which objects are pushed, and the ids of the missing objects; none
             if the reply is not wanted.
 
         Raises
         ------
         ValueError
-            The tree is none.
+            The tree is invalid.
         """
         check_tree(tree)
         asked, reply_id = reply.metadata.reply_to_message_id, reply.metadata.message_id
@@ -591,7 +593,7 @@ class LinkState:
             return self._uploads.begin(reply_id, missing), missing
 
     def _is_wanted(self, reply: Message) -> bool:
-        """Return whether a reply answers a message of this run, in time, and is the first to."""
+        """Return whether a reply is the first valid one, in time, to a message of this run."""
         stated = reply.metadata
         asked = self.heads.get(stated.reply_to_message_id)
         if asked is None or not _is_valid(reply) or stated.run_id != self.run_id:
@@ -602,7 +604,8 @@ class LinkState:
         left = asked.metadata.created_at + asked.metadata.ttl - stated.created_at
         if stated.ttl - left > _TTL_TOLERANCE:
             return False
-        # It may be announced again, but for no other message, and no other one for this message.
+        # The same reply may be announced again, but not for another message, nor another reply for
+        # this one.
         same = self.reply_heads.get(stated.message_id, reply)
         if same.metadata.reply_to_message_id != stated.reply_to_message_id:
             return False
@@ -610,13 +613,13 @@ class LinkState:
         return stated.reply_to_message_id not in self._bodies and known == stated.message_id
 
     def put_object(self, session: str, key: str, content: bytes) -> bool:
-        """Take an object, unless its reply is too large; the last one of a reply completes it."""
+        """Accept an object, unless its reply is too large; the last one completes the reply."""
         with self.lock:
             for reply_id in self._waiting.get(key, ()):
                 size = self._sizes[reply_id] = self._sizes.get(reply_id, 0) + len(content)
                 if size > self.largest:
                     return False
-            pushed = self._uploads.expects(session, key)
+            pushed = self._uploads.expecting_reply(session, key)
             if pushed is None:
                 return False
             if self._uploads.is_over(pushed):
@@ -629,19 +632,19 @@ class LinkState:
             except ValueError as error:
                 log.debug("An object of a reply is refused: %s", error)
                 return False
-            self._uploads.took(pushed, key)
+            self._uploads.record_push(pushed, key)
             self._take_object(key, content)
             return True
 
     def _take_object(self, key: str, content: bytes) -> None:
-        """Keep an object, and note the replies that it completes."""
+        """Store an object, and record the replies that it completes."""
         self.objects.put(key, content)
         for reply_id in self._waiting.pop(key, ()):
             self._missing.get(reply_id, set()).discard(key)
             self._note(reply_id)
 
     def get_object(self, key: str) -> bytes | None:
-        """Hand out an object: nothing if it is still to come, None if it never will."""
+        """Return an object: empty if it has not arrived yet, None if it never will."""
         with self.lock:
             content = self.objects.get(key)
             if content == b"":
@@ -651,12 +654,12 @@ class LinkState:
             return content
 
     def confirm(self, message_id: str) -> None:
-        """Drop the objects of a message: its node has them."""
+        """Drop the objects of a message, which its node has received."""
         with self.lock:
             self.objects.delete(message_id)
 
     def _give_up(self, reply_id: str) -> None:
-        """Drop a reply of which the rest has not come; another one may still."""
+        """Drop an incomplete reply; another one may still arrive."""
         self._uploads.end(reply_id)
         if reply_id not in self._missing:
             return
@@ -666,15 +669,16 @@ class LinkState:
         if reply is not None:
             self._reply_ids.pop(reply.metadata.reply_to_message_id, None)
 
-    def _mark_offline(self, nodes: Iterable[Node]) -> None:
-        """Mark nodes offline that are silent for too long; a clock that is set does not count."""
+    def _mark_offline(self, nodes: Iterable[FleetNode]) -> None:
+        """Mark nodes offline that are silent for too long; jumps of the clock do not count."""
         jump = self._skew.seconds()
         if jump:
             for node in self.nodes.values():
                 if node.online_until is not None:
                     node.online_until += jump
             for message in self.heads.values():
-                # Later is no harm; a reply's time to live must not be longer than what is left.
+                # Extended times are harmless, but a reply's time to live must not exceed the rest
+                # of its message's.
                 message.metadata.ttl += max(jump, 0.0)
         now = time.time()
         for node in nodes:
@@ -686,16 +690,16 @@ class LinkState:
         return self._ids.get(public_key)
 
     def is_current(self, node_id: int, session: str) -> bool:
-        """Return whether a session is that of the process that has last become this node."""
-        # After a restart of the server, the first to call is.
+        """Return whether a session belongs to the process that became this node last."""
+        # After a restart of the server it is the first process that calls.
         return self._sessions.setdefault(node_id, session) == session
 
     def introduce(self, node_id: int, session: str, device: str) -> None:
-        """Note the id of a process that is about to become a node."""
+        """Record the device id of a process that will become a node."""
         self._introduced[node_id] = session, device
 
     def device_on(self, node_id: int) -> str:
-        """Return the id of the process that is a node and online; empty if it is not known."""
+        """Return the device id of an online node; empty if unknown."""
         with self.lock:
             node = self.nodes.get(node_id)
             self._mark_offline([] if node is None else [node])
@@ -703,11 +707,11 @@ class LinkState:
         return self._devices.get(node_id, "") if is_online else ""
 
     def version_of(self, node_id: int) -> str:
-        """Return the version of Raceme on a node; empty if it is not known, or a SuperNode."""
+        """Return the version of Raceme on a node; empty if unknown, and for SuperNodes."""
         return self._sessions.get(node_id, "").rpartition("/")[0]
 
     def register(self, public_key: bytes) -> int:
-        """Make a node known, which is not online yet; return its id.
+        """Register a node, which is not online yet; return its id.
 
         Raises
         ------
@@ -718,15 +722,15 @@ class LinkState:
             if public_key in self._ids:
                 raise ValueError("Public key already in use")
             node_id = _random_id()
-            self.nodes[node_id] = Node(node_id, public_key)
+            self.nodes[node_id] = FleetNode(node_id, public_key)
             self._ids[public_key] = node_id
             return node_id
 
     def activate(self, node_id: int, heartbeat_interval: float, session: str = "") -> bool:
-        """Let a node come online. What it had been given before is lost: it starts anew.
+        """Let a node come online. Messages handed out to it before are lost, as it starts again.
 
-        One of Raceme's devices takes the place of a process with its key that counts as online:
-        it may have been killed. That process, if it is not, is no longer this node.
+        One of Raceme's devices replaces a process with the same key that counts as online, since
+        that may have been killed. If it still runs, it is no longer this node.
         """
         with self.lock:
             node = self.nodes.get(node_id)
@@ -748,7 +752,7 @@ class LinkState:
                 self._direct.add(node_id)
             self._greeted.discard(node_id)
             self._handed_out.pop(node_id, None)
-            # A SuperNode cannot read what waits for one of Raceme's devices with the same key.
+            # A SuperNode cannot read messages for one of Raceme's devices with the same key.
             all_lost = was_direct and node_id not in self._direct
             for message_id, message in self.heads.items():
                 if message.metadata.dst_node_id != node_id or message_id in self._arrived:
@@ -759,7 +763,7 @@ class LinkState:
         return True
 
     def beat(self, node_id: int, heartbeat_interval: float) -> bool:
-        """Take a heartbeat; return whether the node is known. One that was offline is back."""
+        """Process a heartbeat, which brings an offline node back; return whether it is known."""
         with self.lock:
             node = self.nodes.get(node_id)
             if node is None:
@@ -767,35 +771,35 @@ class LinkState:
             self._note_heartbeat(node, heartbeat_interval)
             return True
 
-    def _note_heartbeat(self, node: Node, interval: float) -> None:
-        """Let a node count as online, one of Raceme's devices near by for a shorter time."""
+    def _note_heartbeat(self, node: FleetNode, interval: float) -> None:
+        """Extend the time for which a node counts as online; it is shorter for Raceme's devices."""
         is_near = bool(self._sessions.get(node.node_id)) and interval <= HEARTBEAT_MIN_INTERVAL
         seconds = LIVE_SECONDS if is_near else HEARTBEAT_PATIENCE * interval
         node.is_online, node.online_until = True, time.time() + seconds
 
     def make_room(self) -> None:
-        """Forget the oldest of many nodes that were registered and never came online."""
+        """Forget the oldest nodes that never came online, if there are too many."""
         with self.lock:
             absent = [key for key, node in self.nodes.items() if node.online_until is None]
             if len(absent) >= _MOST_ABSENT:
                 self.unregister(absent[0])
 
     def deactivate(self, node_id: int) -> bool:
-        """Let a node go offline."""
+        """Take a node offline."""
         with self.lock:
             node = self.nodes.get(node_id)
             if node is not None:
                 self._mark_offline([node])
             if node is None or not node.is_online:
                 return False
-            # It does not come back with what it has.
+            # A node that returns has lost the messages that it received.
             node.is_online, node.online_until = False, 0.0
         self._checked_at = 0.0
         self._notify()
         return True
 
     def unregister(self, node_id: int) -> None:
-        """Forget a node; a device without a registered key is a new one each time it joins."""
+        """Forget a node; a device without a registered key is a new node each time it joins."""
         with self.lock:
             node = self.nodes.pop(node_id)
             self._ids.pop(node.public_key, None)
@@ -821,7 +825,7 @@ class LinkState:
     # Replies.
 
     def _note(self, reply_id: str) -> None:
-        """Note that a reply is there, if nothing of it is missing any more."""
+        """Record that a reply is complete, if no object is missing any more."""
         if self._missing.get(reply_id):
             return
         self._forget_missing(reply_id)
@@ -847,7 +851,7 @@ class LinkState:
         """Return the reply to a message with its content."""
         reply_id = self._arrived[message_id]
         sender = self.heads[message_id].metadata.dst_node_id
-        reason = "the reply is not what was announced"
+        reason = "the reply differs from its announcement"
         try:
             if message_id in self._bodies:
                 reply = messages.decode(self._bodies[message_id])
@@ -859,24 +863,24 @@ class LinkState:
             if (stated.reply_to_message_id, stated.src_node_id) == (message_id, sender):
                 messages.set_message_id(reply, reply_id)
                 return reply
-        # A device may send anything.
+        # A device may send any bytes.
         except Exception as error:
             reason = f"the reply cannot be read: {type(error).__name__}"
         return self._error(message_id, messages.REPLY_MESSAGE_UNAVAILABLE, reason)
 
-    def _look_for_lost(self, message_ids: Collection[str]) -> list[str]:
-        """Note which messages will never be answered: their node has left, or time is up.
+    def _find_lost(self, message_ids: Collection[str]) -> list[str]:
+        """Record messages that will never be answered: their node has left, or they have expired.
 
         Returns
         -------
         list[str]
-            Those of the given messages that are not known.
+            The given messages that are unknown.
         """
         now = time.monotonic()
         if now < self._checked_at + _LOOK_SECONDS:
             return []
         self._checked_at = now
-        # Marks those that are silent for too long.
+        # This marks nodes offline that are silent for too long.
         online, wall = set(self.online()), time.time()
         for message_id, message in list(self.heads.items()):
             metadata = message.metadata
@@ -890,7 +894,7 @@ class LinkState:
         return [key for key in message_ids if key not in self.heads]
 
     def _has_left(self, node_id: int, online: Collection[int], wall: float) -> bool:
-        """Return whether a node will not answer what it was given any more."""
+        """Return whether a node will not answer the messages that it received any more."""
         node = self.nodes.get(node_id)
         if node is None or node_id in online:
             return node is None
@@ -900,15 +904,15 @@ class LinkState:
     def _error(self, message_id: str, code: int, reason: str) -> Message:
         return messages.error_reply(self.heads[message_id], code, reason)
 
-    # Checkpoints and figures.
+    # Checkpoints and counts.
 
     def admit(self, keys: Mapping[bytes, str]) -> None:
-        """Let the nodes with these public keys in, and no others: they are the registered ones.
+        """Admit exactly the nodes with these public keys, the registered ones.
 
         Parameters
         ----------
         keys : Mapping[bytes, str]
-            The keys (PEM), to the names of their devices.
+            Device of each key (PEM).
         """
         with self.lock:
             if self._registered is not None:
@@ -922,7 +926,7 @@ class LinkState:
                     self.unregister(node)
 
     def _compare(self, before: Mapping[bytes, str], now: Mapping[bytes, str]) -> None:
-        """Say which devices have other keys than before, and remember it for the run."""
+        """Log devices whose keys changed, and record the changes for the run."""
         lost = {device for key, device in before.items() if now.get(key) != device}
         gained = {device for key, device in now.items() if before.get(key) != device}
         for device in sorted(lost | gained):
@@ -932,7 +936,7 @@ class LinkState:
             self.key_changes.append((device, change))
 
     def counts(self) -> dict[str, int]:
-        """Return how many messages wait for their node, are with it, and are answered."""
+        """Return the numbers of messages that wait, are with their node, and are answered."""
         with self.lock:
             heads = list(self.heads.items())
             sent = sum(bool(head.metadata.delivered_at) for _, head in heads)
@@ -940,9 +944,9 @@ class LinkState:
         return {"waiting": len(heads) - sent, "at-work": sent - answered, "answered": answered}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that has to survive a restart: a tree of plain values and bytes.
+        """Return the state that must survive a restart, as a tree of plain values and bytes.
 
-        Of messages that their nodes have fetched only the heads are left.
+        It has only the heads of messages that their nodes have fetched.
         """
         with self.lock:
             return {
@@ -960,7 +964,7 @@ class LinkState:
             messages.identify_process(self.run_id)
             self.nodes, self._ids = {}, {}
             for saved in tree["nodes"]:
-                self._restore_node(Node(**saved))
+                self._restore_node(FleetNode(**saved))
             self._direct = set(tree["direct"])
             for saved in tree["messages"]:
                 self._restore_message(saved)
@@ -968,7 +972,7 @@ class LinkState:
                 self.receive(parcel)
 
     def receive(self, parcel: Encoded) -> bool:
-        """Take a whole reply, as if its node had just sent it; return whether it is wanted."""
+        """Accept a complete reply as if its node had just sent it; return whether it is wanted."""
         with self.lock:
             if not parcel[0]:
                 asked = parcel[1].decode()
@@ -988,7 +992,7 @@ class LinkState:
 
     def _message_tree(self, message_id: str) -> dict[str, Any]:
         message = self.heads[message_id]
-        # The objects go when the node confirms that it has them.
+        # The objects are dropped when the node confirms their arrival.
         whole = message_id in self.objects
         content = None if message.metadata.delivered_at else self._cache.get(message_id)
         return {
@@ -998,7 +1002,7 @@ class LinkState:
             "parcel": self._encoded(message) if whole else [head_of(message)],
         }
 
-    def _restore_node(self, node: Node) -> None:
+    def _restore_node(self, node: FleetNode) -> None:
         if node.is_online:
             node.online_until = time.time() + self.reconnect
         self.nodes[node.node_id] = node
@@ -1029,7 +1033,7 @@ class LinkState:
 
 
 def saved_message(saved: Mapping[str, Any]) -> Message | None:
-    """Return a message in the saved state with its content; None if only its head is there."""
+    """Return a message of a saved state with its content; None if the state has its head only."""
     if saved["body"]:
         return messages.decode(saved["body"])
     head, *objects = saved["parcel"]
@@ -1047,7 +1051,7 @@ def _unavailable(message_id: str) -> Message:
 
 
 def _random_id() -> int:
-    """Return a number of 64 bits; 0 stands for none, and 1 for the server."""
+    """Return a random number of 64 bits, except 0 (none) and 1 (the server)."""
     return 2 + secrets.randbelow(2**64 - 2)
 
 
@@ -1060,7 +1064,7 @@ def _scalar(value: Value) -> Scalar:
 
 
 def _is_valid(message: Message) -> bool:
-    """Return whether a message or a reply states all that it has to, and is still of use."""
+    """Return whether a message or a reply has all required fields, and has not expired."""
     stated = message.metadata
     return (
         bool(stated.message_id and stated.message_type)
@@ -1073,5 +1077,5 @@ def _is_valid(message: Message) -> bool:
 
 
 def head_of(message: Message) -> bytes:
-    """Return a message without its content, as it travels."""
+    """Return a message without its content, in its protobuf form."""
     return bytes(message_to_proto(message).SerializeToString())

@@ -1,4 +1,4 @@
-"""Flower's messages: made and answered as Flower does, encoded, and spilled to disk."""
+"""Flower's messages: creation, replies, encoding, and spilling to disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord, MetricRecord)
 
 SERVER_NODE_ID = 1
-"""The node that messages come from (flwr.common.constant: SUPERLINK_NODE_ID)."""
+"""The node that sends messages (flwr.common.constant: SUPERLINK_NODE_ID)."""
 
 # Codes of error replies (flwr.common.constant: ErrorCode).
 UNKNOWN_ERROR = 0
@@ -45,10 +45,10 @@ INVALID_APP = 7
 
 
 def identify_process(run_id: int = 1, node_id: int = SERVER_NODE_ID, task_id: int = 1) -> None:
-    """Say on whose behalf this process creates messages.
+    """Set the run, sender and task of messages that this process creates.
 
-    Flower reads run, sender and task of a new message from a process-wide place that its own
-    runtime fills in; without it ``Message(...)`` raises.
+    Flower reads them from a process-wide object that its own runtime sets; without it
+    ``Message(...)`` raises.
     """
     TaskIdentity.run_id = run_id
     TaskIdentity.node_id = node_id
@@ -58,7 +58,7 @@ def identify_process(run_id: int = 1, node_id: int = SERVER_NODE_ID, task_id: in
 def made(
     metadata: Metadata, content: RecordDict | None = None, error: Error | None = None
 ) -> Message:
-    """Return a message with metadata of another; ``Message(...)`` accepts that, undocumented."""
+    """Return a message with given metadata, an undocumented use of ``Message(...)``."""
     message: Message = Message(  # type: ignore[call-overload]
         metadata=metadata, content=content, error=error
     )
@@ -71,15 +71,15 @@ def without_content(message: Message) -> Message:
 
 
 def set_message_id(message: Message, message_id: str) -> None:
-    """Give a message the id under which it is pulled; Flower's SuperLink does this."""
+    """Set the id of a message, as Flower's SuperLink does."""
     message.metadata.__dict__["_message_id"] = message_id
 
 
 def start_now(message: Message) -> None:
     """Let a message's time to live begin now, on the wall clock.
 
-    A reply's time to live is what is left of the message's. In the simulator a message waits for
-    its turn to be computed, which must not use it up.
+    A reply's time to live is the rest of the message's. In the simulator a message waits until it
+    is processed, and this wait must not count.
     """
     message.metadata.created_at = time.time()
 
@@ -91,7 +91,7 @@ def error_reply(message: Message, code: int, reason: str) -> Message:
 
 
 def refused(reply: Message, reason: str) -> Message:
-    """Return a reply as an error, as if its client had said that it could not do its work."""
+    """Return an error reply in place of a reply, as if the client had failed."""
     return made(reply.metadata, error=Error(UNKNOWN_ERROR, reason))
 
 
@@ -101,11 +101,11 @@ def empty_run(run_id: int = 1) -> Run:
 
 
 # -----------------------------------------------------------------------------
-# Records made without Flower's checks of what goes into them.
+# Records made without Flower's checks.
 #
 # Flower checks every name and every value that is put into a record, which for the arrays of one
-# small model takes longer than copying their data. What Raceme puts in are names and arrays of
-# other records, or of its own making, so there is nothing to find.
+# small model takes longer than copying their data. Raceme puts in names and arrays of other
+# records, or its own, which need no check.
 # -----------------------------------------------------------------------------
 
 
@@ -127,22 +127,22 @@ def records_of(content: RecordDict, kind: type[Kind]) -> dict[str, Kind]:
 def put(
     record: RecordDict | ArrayRecord | ConfigRecord | MetricRecord, values: Mapping[str, Any]
 ) -> None:
-    """Put values into a record, or records into a content, as they are."""
+    """Put values into a record, or records into a content, without checks."""
     record.__dict__["_data"].update(values)
 
 
 def content_of(records: Mapping[str, ArrayRecord | ConfigRecord | MetricRecord]) -> RecordDict:
-    """Put records into a content as they are."""
+    """Put records into a content without checks."""
     content = RecordDict()
     put(content, records)
     return content
 
 
 def copy_of(content: RecordDict) -> RecordDict:
-    """Copy records but not their arrays, as sending does: messages may share content.
+    """Copy records but not their arrays, since messages may share content.
 
-    Otherwise changes by a client would appear in other messages, and later changes by the server in
-    pending work.
+    Without copies, changes by a client would appear in other messages, and later changes by the
+    server in pending work.
     """
     copies = {name: record.copy() for name, record in content.items()}
     for record in copies.values():
@@ -152,7 +152,7 @@ def copy_of(content: RecordDict) -> RecordDict:
 
 
 def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
-    """Put arrays into a record as they are; ``ArrayRecord(arrays)`` builds each of them anew."""
+    """Put arrays into a record without checks; ``ArrayRecord(arrays)`` copies each of them."""
     record = ArrayRecord()
     put(record, arrays)
     return record
@@ -161,20 +161,20 @@ def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
 # -----------------------------------------------------------------------------
 # A message as one byte string, and each model in it as one array.
 #
-# Flower sends a message as a tree of some twenty objects: each array of a model and each record is
-# one of them, named by its hash. Where both ends are Raceme's, a message travels in Flower's own
-# serialised form instead, and the arrays of a record as one array whose data are theirs, end to
-# end. Both ends' apps see the same named arrays, bit for bit.
+# Flower sends a message as a tree of about twenty objects: each array of a model and each record is
+# an object, named by its hash. Between Raceme's server and devices a message is sent in Flower's
+# serialised form instead, with all arrays of a record concatenated to one. The apps on both sides
+# see the same named arrays, bit for bit.
 # -----------------------------------------------------------------------------
 
 
 JOINED = "raceme.joined"
-"""Type of an array that stands for all of its record; its ``dtype`` says for which."""
+"""Type of an array that stands for all arrays of its record, which its ``dtype`` lists."""
 
 _LONGEST_LAYOUT = 1 << 20
-"""Letters of the names and shapes of the arrays of a record: some ten thousand arrays."""
+"""Maximum length of the list of a record's arrays, enough for about ten thousand arrays."""
 _CACHED_LAYOUT = 1 << 15
-"""Longer ones are not cached: a device may send another one each time."""
+"""Longer lists are not cached, as a device may send a different one each time."""
 
 _Place = tuple[str, str, tuple[int, ...], str, int]
 """Name, dtype, shape, type and number of bytes of one of several arrays."""
@@ -191,13 +191,13 @@ def decode(data: bytes) -> Message:
     Raises
     ------
     Exception
-        Of whatever type Flower and protobuf choose, if it is something else.
+        Of any type that Flower and protobuf raise, if the bytes are invalid.
     """
     return parted(message_from_proto(ProtoMessage.FromString(data)))
 
 
 def joined(message: Message) -> Message:
-    """Return a message in which each record of several arrays has one array."""
+    """Return a message in which each record's arrays are joined to one."""
     if not message.has_content():
         return message
     content = RecordDict()
@@ -210,12 +210,12 @@ def joined(message: Message) -> Message:
 
 
 def parted(message: Message) -> Message:
-    """Return a message in which each record has its own arrays again.
+    """Return a message in which joined arrays are separate again.
 
     Raises
     ------
     ValueError
-        An array does not say what it is made of.
+        The list of a joined array is invalid.
     """
     if not message.has_content():
         return message
@@ -228,8 +228,8 @@ def parted(message: Message) -> Message:
 
 
 def copied(message: Message) -> Message:
-    """Return a message that does not change when its sender changes the records of the first."""
-    # Flower's code notes in the metadata of the first what became of it.
+    """Return a copy of a message that is independent of changes of its records by the sender."""
+    # Flower changes the metadata of the original message.
     return made(metadata=copy(message.metadata), content=copy_of(message.content))
 
 
@@ -301,7 +301,7 @@ def split(data: bytes) -> list[bytes]:
     Raises
     ------
     ValueError
-        It is something else.
+        The bytes have another form.
     """
     if len(data) < _COUNT.size:
         raise ValueError("too short")
@@ -319,25 +319,26 @@ def split(data: bytes) -> list[bytes]:
 
 
 # -----------------------------------------------------------------------------
-# Vectors and arrays that are too many for memory: beyond a budget they wait in a temporary file.
+# Vectors and arrays that do not fit into memory: beyond a budget they are stored in a temporary
+# file.
 #
-# A fleet at work holds a model for each version that a client still trains from, and some methods
-# remember one of each client: of 100,000 clients that is 4 · 100,000 · d bytes. They are rarely
-# read, so that a file serves as well; what is read is what was written, bit by bit.
+# The server holds a model for each version that a client still trains from, and some methods store
+# one per client: for 100,000 clients that is 4 · 100,000 · d bytes. They are rarely read, so a file
+# suffices, and are read back bit by bit.
 # -----------------------------------------------------------------------------
 
 
 Vector = NDArray[np.float32]
 
 BUDGET = 1 << 30
-"""Bytes of models that each holder of many keeps in memory."""
+"""Default memory budget of each store of models, in bytes."""
 
 
 class SpillFile:
-    """A budget of memory, and a temporary file for what does not fit.
+    """A memory budget, and a temporary file for bytes that do not fit.
 
-    The file lies where the system keeps temporary files (``TMPDIR``), has no name, and is gone with
-    the process. Room in it is used again.
+    The file is in the system's folder of temporary files (``TMPDIR``), has no name, and disappears
+    with the process. Freed space in it is reused.
 
     Parameters
     ----------
@@ -347,7 +348,7 @@ class SpillFile:
     Attributes
     ----------
     in_memory, in_file : int
-        Bytes that are held now, in memory and in the file.
+        Bytes in memory and in the file.
     """
 
     def __init__(self, budget: int = BUDGET) -> None:
@@ -359,7 +360,7 @@ class SpillFile:
         self.in_memory = self.in_file = 0
 
     def fits(self, size: int) -> bool:
-        """Return whether so many bytes more may be held in memory; count them if so."""
+        """Return whether further bytes fit into memory; count them if so."""
         if self.in_memory + size > self._budget:
             return False
         self.in_memory += size
@@ -370,12 +371,12 @@ class SpillFile:
         self.in_memory -= size
 
     def release_with(self, owner: object, size: int) -> None:
-        """Count so many bytes out of memory once their owner is gone."""
-        # `weakref.finalize` does the same in ten times the time.
-        reference = weakref.ref(owner, self._gone)
+        """Release bytes of the memory budget when their owner is deleted."""
+        # `weakref.finalize` would take ten times as long.
+        reference = weakref.ref(owner, self._release_collected)
         self._sizes[id(reference)] = reference, size
 
-    def _gone(self, reference: weakref.ref[Any]) -> None:
+    def _release_collected(self, reference: weakref.ref[Any]) -> None:
         self.release(self._sizes.pop(id(reference))[1])
 
     def write(self, data: bytes | memoryview) -> Place:
@@ -409,7 +410,7 @@ class SpillFile:
         return data
 
     def free(self, offset: int, size: int) -> None:
-        """Let room in the file be used again."""
+        """Free space in the file for reuse."""
         self._free.setdefault(size, []).append(offset)
         self.in_file -= size
 
@@ -430,13 +431,13 @@ class Place:
         self._spill.free(self._offset, self._size)
 
 
-class Shelf(MutableMapping[str, Vector]):
-    """Vectors by name, in memory as far as a budget goes. What is taken out is read-only.
+class VectorStore(MutableMapping[str, Vector]):
+    """Vectors by name, in memory within a budget, else in a file. Returned vectors are read-only.
 
     Parameters
     ----------
     vectors : MutableMapping[str, Vector], optional
-        Vectors to begin with, by name; none by default.
+        Initial vectors by name; none by default.
     budget : int
         Bytes in memory at most.
     """
@@ -464,7 +465,7 @@ class Shelf(MutableMapping[str, Vector]):
             self._spill.release(held.nbytes)
 
     def pop(self, name: str, *default: Vector | None) -> Vector | None:  # type: ignore[override]
-        """Take a vector out; a default, if one is given, where there is none."""
+        """Remove and return a vector; return the default, if given, for a missing name."""
         if name not in self._held and default:
             return default[0]
         vector = self[name]
@@ -482,22 +483,22 @@ class Shelf(MutableMapping[str, Vector]):
 
 
 # -----------------------------------------------------------------------------
-# Arrays of messages whose bytes wait in the file until they are read.
+# Arrays of messages whose bytes are in the file until they are read.
 # -----------------------------------------------------------------------------
 
 
 class SpilledArray(Array):
-    """An array whose bytes lie in a file; references to the ordinary one that it was stay valid."""
+    """An array whose bytes are in a file; references to the former ordinary array stay valid."""
 
     @property
     def data(self) -> bytes:
-        """The bytes, read anew each time."""
+        """The bytes, read from the file each time."""
         place: Place = self.__dict__["_place"]
         return place.read()
 
     @data.setter
     def data(self, value: bytes) -> None:
-        raise AttributeError("the bytes of a spilled array are not to be changed")
+        raise AttributeError("the bytes of a spilled array cannot be changed")
 
     def __reduce__(self) -> tuple[object, ...]:
         return array, (self.dtype, self.shape, self.stype, self.data)

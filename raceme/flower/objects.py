@@ -1,4 +1,4 @@
-"""Messages as trees of objects: how they travel to and from Flower's SuperNodes, and their store.
+"""Messages as trees of objects, the form in which Flower's SuperNodes exchange them; their store.
 
 An object is a byte string, named by its SHA-256: a head (its type, the ids of its children, the
 length of its body, with spaces between), a zero byte, and the body. A message, its records and the
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from flwr.proto.message_pb2 import ObjectTree
 
 UPLOAD_SECONDS = 180.0
-"""A node that has announced objects may take so long for the next (flwr.supercore.constant:
+"""Longest time between two objects of a node that has announced them (flwr.supercore.constant:
 OBJECT_PUSH_SESSION_TTL_SECONDS)."""
 _TYPES = frozenset(
     {"Array", "ArrayChunk", "ArrayRecord", "ConfigRecord", "Message", "MetricRecord", "RecordDict"}
@@ -44,7 +44,7 @@ def ids_of(tree: ObjectTree) -> list[str]:
 
 
 def check_tree(tree: ObjectTree) -> None:
-    """Refuse a tree with a name that no object can have.
+    """Refuse a tree with an invalid object id.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def check_tree(tree: ObjectTree) -> None:
 
 
 def check_object(content: bytes) -> None:
-    """Refuse what is not an object of one of Flower's types.
+    """Refuse bytes that are not an object of one of Flower's types.
 
     Raises
     ------
@@ -78,11 +78,11 @@ def check_object(content: bytes) -> None:
 
 
 class ObjectStore:
-    """Objects of messages and replies; one that several have in common is held once.
+    """Objects of messages and replies; a shared object is stored once.
 
-    A message is announced first, with the tree of its objects. They stay until it is deleted, and
-    the others that have them too. What a tree says counts for its message only: any node can
-    announce a tree in which an object of another has other children than it really has.
+    A message is first announced with the tree of its objects. An object is kept until all messages
+    that have it are deleted. A tree is used for its own message only, since any node can announce a
+    tree with wrong children of another message's object.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class ObjectStore:
         return len(self._contents)
 
     def announce(self, tree: ObjectTree) -> list[str]:
-        """Make room for a message; return the ids of its objects that are not there yet."""
+        """Register a message; return the ids of its missing objects."""
         if tree.object_id not in self._trees:
             self._trees[tree.object_id] = tree
             for key in ids_of(tree):
@@ -107,12 +107,12 @@ class ObjectStore:
         return [key for key in ids if self._contents[key] is None]
 
     def put(self, key: str, content: bytes) -> None:
-        """Keep an object that was announced; one that is there stays as it is."""
+        """Store an announced object, unless it is present."""
         if self._contents[key] is None:
             self._contents[key] = content
 
     def get(self, key: str) -> bytes | None:
-        """Return an object: nothing if it is still to come, None if it is not known."""
+        """Return an object: empty if it has not arrived yet, None if it is unknown."""
         return (self._contents[key] or b"") if key in self._contents else None
 
     def tree(self, message_id: str) -> ObjectTree:
@@ -126,7 +126,7 @@ class ObjectStore:
         return self._trees[message_id]
 
     def delete(self, message_id: str) -> None:
-        """Drop a message, if it is there, and the objects that no other has."""
+        """Drop a message, if present, and the objects that no other message has."""
         tree = self._trees.pop(message_id, None)
         for key in [] if tree is None else ids_of(tree):
             self._uses[key] -= 1
@@ -136,7 +136,7 @@ class ObjectStore:
 
 @dataclass
 class _Session:
-    """Objects that the sender of a reply still has to push.
+    """A session: the objects that the sender of a reply has yet to push.
 
     Attributes
     ----------
@@ -145,7 +145,7 @@ class _Session:
     pending : set[str]
         Their ids.
     ends : float
-        When the sender is given up.
+        Time at which the sender is given up.
     """
 
     reply_id: str
@@ -153,8 +153,8 @@ class _Session:
     ends: float = 0.0
 
 
-class Uploads:
-    """Sessions in which nodes push the objects that they have announced, one for each reply.
+class UploadSessions:
+    """Sessions in which nodes push announced objects, one per reply.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ class Uploads:
         self._by_reply: dict[str, str] = {}
 
     def begin(self, reply_id: str, pending: Iterable[str]) -> str:
-        """Begin the session of a reply, instead of an earlier one; return its id."""
+        """Begin the session of a reply, which replaces an earlier one; return its id."""
         self.end(reply_id)
         session = secrets.token_hex(16)
         if due := set(pending):
@@ -181,7 +181,7 @@ class Uploads:
         """Expect no more objects of a reply."""
         self._sessions.pop(self._by_reply.pop(reply_id, ""), None)
 
-    def expects(self, session: str, key: str) -> str | None:
+    def expecting_reply(self, session: str, key: str) -> str | None:
         """Return the reply for which an object is pushed; None if the session does not expect it.
 
         Parameters
@@ -196,17 +196,17 @@ class Uploads:
         return next((each.reply_id for each in expecting), None)
 
     def is_over(self, reply_id: str) -> bool:
-        """Return whether the sender of a reply has let too much time pass since its last object."""
+        """Return whether too much time has passed since the last object of a reply."""
         session = self._by_reply.get(reply_id)
         return session is not None and self._sessions[session].ends <= self._clock()
 
     def overdue(self, key: str) -> list[str]:
-        """Return the replies that wait for an object and are given up."""
+        """Return the overdue replies that wait for an object."""
         waiting = [each.reply_id for each in self._sessions.values() if key in each.pending]
         return [reply_id for reply_id in waiting if self.is_over(reply_id)]
 
-    def took(self, reply_id: str, key: str) -> None:
-        """Note that an object of a reply was pushed; there is time for the next again."""
+    def record_push(self, reply_id: str, key: str) -> None:
+        """Record that an object of a reply was pushed, and restart the time limit."""
         session = self._sessions[self._by_reply[reply_id]]
         session.pending.discard(key)
         session.ends = self._clock() + UPLOAD_SECONDS

@@ -1,8 +1,8 @@
-"""Open ports: a limit to their connections, a time for each, and whose requests are answered.
+"""Open ports: limits of connections and times, and access control.
 
-Each connection takes a file descriptor of the process. A port that accepts any number of them
-leaves none for the run's store and its checkpoints; one that waits for ever for a request is
-blocked by connections that send nothing.
+Each connection takes a file descriptor of the process. A port with unlimited connections could
+leave none for the run's store and its checkpoints; a port that waits forever for requests would be
+blocked by silent connections.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_BROWSERS = 64
-"""Connections at the same time of a port that people and monitors look at."""
+"""Maximum number of connections of a port for people and monitors."""
 STALLED_SECONDS = 5.0
-"""Longest time for a request to come, or for an answer to make progress."""
+"""Time limit for a request to arrive, and for progress of an answer."""
 
 _MOST_DISCARDED = 16 << 20
-"""Bytes of a body that are read after the answer, so that its sender sees that."""
+"""Bytes of a body that are read after the answer, so that the sender sees the answer."""
 _RESERVED = 256
-"""Descriptors that are left for files, pipes, and the HTTP ports."""
+"""File descriptors that are reserved for files, pipes, and the HTTP ports."""
 _ENOUGH = 65_536
 
 
 def most_connections() -> int:
-    """Return how many connections the port for devices may have.
+    """Return the maximum number of connections of the port for devices.
 
     The process gets as many descriptors as its hard limit allows, whatever a shell's soft limit
     of 1,024 says.
@@ -54,12 +54,13 @@ def most_connections() -> int:
 
 
 class Listener(socket.socket):
-    """A listening socket with a limit to its open connections; others are closed at once.
+    """A listening socket with a limit of open connections; further ones are closed at once.
 
     Attributes
     ----------
     limit : int
-        Connections at the same time.
+        Maximum number of connections.
+
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -87,14 +88,14 @@ def listen(host: str, port: int, limit: int = MOST_BROWSERS) -> Listener:
     host : str
         Host name, or IPv4 or IPv6 address, of this machine.
     port : int
-        0 for any that is free.
+        Port number; 0 for any free port.
     limit : int
         Connections at the same time.
 
     Raises
     ------
     OSError
-        The port is taken, or the address is none of this machine's.
+        The port is taken, or the address is not this machine's.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, _, _, address = found[0]
@@ -102,7 +103,7 @@ def listen(host: str, port: int, limit: int = MOST_BROWSERS) -> Listener:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # What has to wait for the server to start is not refused.
+        # Connections before the start of the server wait instead of being refused.
         listener.listen(1024)
     except BaseException:
         listener.close()
@@ -114,33 +115,32 @@ def listen(host: str, port: int, limit: int = MOST_BROWSERS) -> Listener:
 class HttpConnection(H11Protocol):
     """A connection of a uvicorn server that is closed if it makes no progress.
 
-    uvicorn itself waits without end for the head of a request, and for a browser that does not
-    read.
+    uvicorn itself waits forever for the head of a request, and for a browser that does not read.
     """
 
     stalled = STALLED_SECONDS
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """Begin to look at the connection."""
+        """Begin to check the connection for progress."""
         super().connection_made(transport)
         self._discarded = 0
-        self._look(None)
+        self._close_if_stuck(None)
 
     def data_received(self, data: bytes) -> None:
-        """Read on; of a request that has been answered, little."""
+        """Process received data; after the answer only a limited amount."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         if not is_answered or self.conn.their_state is not h11.SEND_BODY:
             self._discarded = 0
         elif (discarded := self._discarded + len(data)) <= _MOST_DISCARDED:
             self._discarded = discarded
         else:
-            # uvicorn would read the body to its end, however long that is.
+            # uvicorn would read all of the body, of any length.
             self.transport.abort()
             return
         super().data_received(data)
 
-    def _look(self, before: object) -> None:
-        """Close the connection if it waits for its peer and nothing has changed since `before`."""
+    def _close_if_stuck(self, before: object) -> None:
+        """Close the connection if it waits for its peer without progress since `before`."""
         if self.transport.is_closing():
             return
         waits = self.cycle is None or self.cycle.response_complete or self.flow.write_paused
@@ -148,7 +148,7 @@ class HttpConnection(H11Protocol):
         if waits and now == before:
             self.transport.abort()
         else:
-            self.loop.call_later(self.stalled, self._look, now)
+            self.loop.call_later(self.stalled, self._close_if_stuck, now)
 
 
 class _Server(uvicorn.Server):
@@ -157,7 +157,7 @@ class _Server(uvicorn.Server):
         self._stalled = stalled
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. uvicorn itself leaves a TLS handshake the minute that is asyncio's default."""
+        """Listen. uvicorn itself has no shorter limit for TLS handshakes than asyncio's minute."""
         await self.lifespan.startup()
         tls = self.config.ssl
         limit = None if tls is None else self._stalled
@@ -189,7 +189,7 @@ class _Server(uvicorn.Server):
 def http_server(
     app: ASGIApp, tls: ssl.SSLContext | None, stalled: float = STALLED_SECONDS, **options: Any
 ) -> uvicorn.Server:
-    """Return a server of HTTP, or with `tls` of HTTPS, that leaves signals to its process.
+    """Return an HTTP server, HTTPS with `tls`, that does not handle signals.
 
     Parameters
     ----------
@@ -198,7 +198,8 @@ def http_server(
     tls : SSLContext or None
         Certificate and key.
     stalled : float
-        Seconds for a TLS handshake, and to twice as many without progress.
+        Time limit in seconds of a TLS handshake; connections may make no progress for up to twice
+        as long.
     **options : Any
         Further options of uvicorn's.
     """
@@ -225,7 +226,7 @@ async def read_body(stream: AsyncIterator[bytes], most: int) -> bytes | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether an address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -235,7 +236,7 @@ def is_loopback(host: str) -> bool:
 def server_tls(certificate: bytes, key: bytes) -> ssl.SSLContext:
     """Return the TLS of a server, given its certificate and its key (PEM)."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    # Python reads them from files only; these are gone at once.
+    # Python reads them from files only, so they are temporary.
     with tempfile.NamedTemporaryFile() as file:
         file.write(certificate + b"\n" + key)
         file.flush()
@@ -245,14 +246,14 @@ def server_tls(certificate: bytes, key: bytes) -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class Access:
-    """Whose requests a port for people and monitors answers.
+    """Access rules of a port for people and monitors.
 
     Attributes
     ----------
     host : str
-        The address that is listened at.
+        The address to listen on.
     token : str
-        The token that requests need; empty if every caller may look.
+        Token that requests need; empty if no token is needed.
     certificate, key : str
         Certificate and key of the server (PEM) for HTTPS; empty for HTTP.
     """
@@ -282,11 +283,11 @@ class Access:
             return None
         return server_tls(self.certificate.encode(), self.key.encode())
 
-    def admits(self, header: str) -> bool:
+    def accepts_host(self, header: str) -> bool:
         """Return whether a Host header names this machine.
 
-        A page of another site can have its name point to this machine (DNS rebinding): the browser
-        then takes the answer for that site's. The Host header has that name.
+        Another site can let its name point to this machine (DNS rebinding), so that the browser
+        takes answers of this port for that site's. The Host header then has the site's name.
 
         Parameters
         ----------
@@ -301,14 +302,14 @@ class Access:
         try:
             address = ipaddress.ip_address(name)
         except ValueError:
-            # In a network of containers a service has a name without a dot; no site has.
+            # In a network of containers a service has a name without a dot, which no site has.
             return bool(name) and "." not in name and not is_loopback(self.host)
-        # A number cannot be made to point elsewhere.
+        # Addresses cannot be rebound.
         return address.is_loopback or not is_loopback(self.host)
 
-    def knows(self, given: Iterable[str]) -> bool:
+    def has_token(self, given: Iterable[str]) -> bool:
         """Return whether one of some texts is the token."""
-        # Of one length, and all of them: the time says nothing.
+        # All texts are compared, as digests of equal length, so that the time reveals nothing.
         found = [secrets.compare_digest(_digest(text), _digest(self.token)) for text in given]
         return bool(self.token) and any(found)
 

@@ -1,7 +1,7 @@
 """Flower's primitives for secure aggregation: shares of secrets, encryption, quantisation.
 
-Its masks, `pseudo_rand_gen`, are not among them: they come from numpy's Mersenne Twister with a
-seed of 32 bits, which is found by trying all.
+Flower's masks, `pseudo_rand_gen`, are not used: they come from numpy's Mersenne Twister with a seed
+of 32 bits, which can be found by trying all seeds.
 """
 
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares as combine_shares

@@ -1,1 +1,1 @@
-"""Records of a run: its events on disk, and the numbers that follow from them."""
+"""Records of a run: its events on disk, and numbers derived from them."""

@@ -60,7 +60,7 @@ class ControlSocket:
 
     def __enter__(self) -> Self:
         with _short_path(self._run / CONTROL) as path:
-            # A killed process's socket, since the folder's lock is held here.
+            # Only a killed process can have left it, since this process holds the folder's lock.
             Path(path).unlink(missing_ok=True)
             self._server = _ControlServer(path, self.answer)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -97,12 +97,12 @@ class ControlSocket:
     def answer(self, line: bytes) -> bytes:
         """Answer a line, in a thread of its own."""
         try:
-            said: dict[str, object] = {"answer": self._carried_out(line)}
+            said: dict[str, object] = {"answer": self._execute(line)}
         except UserError as error:
             said = {"error": str(error)}
         return json.dumps({"protocol": _PROTOCOL, "version": __version__, **said}).encode() + b"\n"
 
-    def _carried_out(self, line: bytes) -> object:
+    def _execute(self, line: bytes) -> object:
         try:
             asked = json.loads(line)
             protocol, name = asked["protocol"], str(asked["command"])
@@ -119,7 +119,7 @@ class ControlSocket:
             bound = signature(command).bind(**arguments)
         except TypeError as error:
             raise UserError(
-                f"The server (raceme {__version__}) understands the command otherwise: {error}."
+                f"The server (raceme {__version__}) has another form of this command: {error}."
             ) from None
         answer: Future[object] = Future()
         self._asked.append((lambda: command(*bound.args, **bound.kwargs), answer))
@@ -164,13 +164,13 @@ class _ControlConnection(socketserver.StreamRequestHandler):
 
 @contextmanager
 def served_here(run: Path) -> Iterator[None]:
-    """List a run among those that are served on this machine, in the user's cache."""
+    """Record in the user's cache, within the context, that a run is served on this machine."""
     note = _servers() / str(os.getpid())
     try:
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note.write_text(str(run.absolute()), encoding="utf-8")
     except OSError:
-        # Its commands then need the folder.
+        # Without the record, commands must name the folder.
         pass
     try:
         yield
@@ -179,7 +179,7 @@ def served_here(run: Path) -> Iterator[None]:
             note.unlink(missing_ok=True)
 
 
-def the_served_run() -> Path:
+def only_served_run() -> Path:
     """Return the folder of the one run that this user serves on this machine.
 
     Raises

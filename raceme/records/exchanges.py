@@ -118,15 +118,15 @@ class ClientAccount:
     messages : int
         Number of messages that were sent to it.
     tasks : int
-        Those that took its time.
+        Number of these that took its time.
     failures : int
-        Those without a usable reply.
+        Number of these without a usable reply.
     busy, idle, offline : float
         Its time, in three parts: at work, online without work, and offline.
     held_up : float
         Waiting time for it, summed over the others.
     bytes_down, bytes_up : int
-        What it received and sent.
+        Bytes that it received and sent.
     """
 
     client: str
@@ -176,10 +176,10 @@ class FleetRecord:
         return [clients if seconds > 0 else [] for clients, seconds in self._waits()]
 
     def _waits(self) -> list[tuple[list[str], float]]:
-        """Return for each of these times what ended the wait, and its length in seconds.
+        """Return, for each of these times, the clients that ended the wait, and its length.
 
-        An idle online client waits until the server next sends work, or until the end; lengths are
-        sums over the clients.
+        An idle online client waits until the server next sends work, or until the end; lengths, in
+        seconds, are sums over the clients.
         """
         moments = self.moments()
         waited = np.zeros(len(moments))

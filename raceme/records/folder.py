@@ -30,7 +30,7 @@ LOG = "run.log"
 MLFLOW = "mlflow-run.txt"
 """Id of the MLflow run, for resumption."""
 NOTE = "note.txt"
-"""What a person has written about the run."""
+"""A user's note about the run."""
 REPORT = "report.html"
 SIMILARITY = "similarity.npz"
 STORE = "run.sqlite"
@@ -41,7 +41,6 @@ WANDB = "wandb"
 """Folder of Weights & Biases' files."""
 WANDB_RUN = "wandb-run.txt"
 """Id of the Weights & Biases run, for resumption."""
-WALL_TIMES = "wall-times.csv"
 ERROR = "error.txt"
 """Traceback of a failed run."""
 MESSAGES = "messages.csv"
@@ -61,7 +60,6 @@ _FILES = {
     STORE,
     SUMMARY,
     WANDB_RUN,
-    WALL_TIMES,
     "accuracy.png",
     "clusters.png",
     "devices.png",
@@ -101,11 +99,11 @@ def new_folder(out: str | Path | None, name: str) -> Path:
         check_new(folder)
         make_folder(folder)
         return folder
-    return _made_anew(dated_folder(name).resolve())
+    return _make_numbered_folder(dated_folder(name).resolve())
 
 
 def dated_folder(name: str) -> Path:
-    """Return the folder of results that are given none: in ``runs``, named after the time."""
+    """Return the default folder for results: in ``runs``, named after the time."""
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
 
 
@@ -151,7 +149,7 @@ def begin(out: Path, config: RunConfig) -> None:
 
 
 @contextmanager
-def given_up_if_it_fails(out: Path) -> Iterator[None]:
+def removed_on_failure(out: Path) -> Iterator[None]:
     """Undo :func:`begin` if the run cannot start, so that the next one can."""
     try:
         yield
@@ -192,7 +190,7 @@ def foreign(folder: Path) -> str:
 
 
 def _is_of_folder(path: Path) -> bool:
-    """Return whether a file in a folder of a run's is the run's."""
+    """Return whether a file in a subfolder of a run belongs to the run."""
     is_of_tracker = path.name.startswith(_OF_TRACKERS.get(path.parent.name, ()))
     return is_of_tracker or path.suffix == ".safetensors" or _is_partial(path)
 
@@ -204,7 +202,7 @@ def _is_partial(path: Path) -> bool:
 def recorded(config: RunConfig) -> dict[str, Value]:
     """Return the keys that the folder of a run records."""
     keys = config.with_values(out="", resume="").to_mapping()
-    # Given anew by each user.
+    # Not recorded: each user gives it again.
     del keys[TRUST]
     return keys
 
@@ -243,7 +241,7 @@ def forget_end(config: RunConfig, out: Path) -> None:
     _write_config(out, config)
 
 
-def _made_anew(path: Path) -> Path:
+def _make_numbered_folder(path: Path) -> Path:
     """Create a folder, with a number appended if it exists, for parallel starts."""
     make_folder(path.parent)
     candidate, number = path, 2
@@ -269,7 +267,7 @@ def clusters_in(out: Path) -> list[int]:
 
 def read_model(path: Path) -> dict[str, NDArray[np.generic]]:
     """Read the file of a model; UserError if it is damaged."""
-    # Here and below: devices, which need the names of files only, have no safetensors.
+    # Imported late here and below: devices have no safetensors, and need the names of files only.
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -308,7 +306,7 @@ def read_note(run: Path) -> str:
 
 
 def write_note(run: Path, text: str) -> None:
-    """Keep a note beside the files of a run; an empty one is removed.
+    """Store a note with the files of a run; an empty note is removed.
 
     Raises
     ------
@@ -333,7 +331,7 @@ def remove_run(run: Path, patience: float = 0.0, instead: str = "") -> None:
     patience : float
         Seconds to wait for a process that still writes to it.
     instead : str
-        What else a person may do if it holds a foreign file, as the end of a sentence.
+        Alternative for the user if the folder has a foreign file, as the end of a sentence.
 
     Raises
     ------

@@ -6,8 +6,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -19,8 +18,6 @@ from numpy.typing import NDArray
 
 from raceme.core import events
 from raceme.core.events import Event, EventHandler, Placement, grouped, home
-from raceme.core.files import atomic_write
-from raceme.records.folder import WALL_TIMES
 from raceme.records.store import each_event
 from raceme.records.summary import Floats, RunSummary
 
@@ -300,7 +297,7 @@ _IN_COLUMNS: dict[type[Any], type[Any]] = {
     events.UpdateRejected: Rejections,
     events.Evaluated: Evaluations,
 }
-"""Events of which a long run has millions, and the arrays that they become."""
+"""Events that may be millions in a long run, and the arrays that store them."""
 
 _DTYPES = {"Integers": np.int64, "Floats": np.float64, "Texts": np.str_, "Flags": np.bool_}
 _CODES = {"Integers": "q", "Floats": "d", "Flags": "b"}
@@ -375,68 +372,3 @@ class _Clients(EventHandler):
             ClientRecord(name, join.time, join.num_examples, join.group, tuple(self._online[name]))
             for name, join in self._first.items()
         )
-
-
-# -----------------------------------------------------------------------------
-# Wall times of evaluations: ``wall-times.csv``.
-#
-# The run store knows virtual time only, so that two runs with one seed have the same contents.
-# -----------------------------------------------------------------------------
-
-
-_HEAD = "time,seconds"
-
-
-class WallTimes:
-    """Writes ``wall-times.csv``, a line per evaluation, as an observer of the run.
-
-    A full disk does not end the run.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder of the run.
-    wall_time : Callable
-        Returns the wall time of the run in seconds.
-    after : float, optional
-        Virtual time of a resumption; later lines are dropped.
-    """
-
-    def __init__(
-        self, folder: Path, wall_time: Callable[[], float], after: float | None = None
-    ) -> None:
-        self._path, self._wall_time = folder / WALL_TIMES, wall_time
-        kept = [] if after is None else [row for row in read_wall_times(folder) if row[0] <= after]
-        with suppress(OSError), atomic_write(self._path) as path:
-            path.write_text("".join(f"{line}\n" for line in (_HEAD, *_lines(kept))))
-
-    def observe(self, event: Event) -> None:
-        """Write the line of an evaluation; ignore other events."""
-        if isinstance(event, events.Evaluated):
-            with suppress(OSError), self._path.open("a") as file:
-                file.writelines(f"{line}\n" for line in _lines([(event.time, self._wall_time())]))
-
-
-def read_wall_times(folder: Path) -> list[tuple[float, float]]:
-    """Read time and wall time of each evaluation; empty without the file.
-
-    Reading ends at a partial or invalid line, which the run may be writing.
-    """
-    rows: list[tuple[float, float]] = []
-    try:
-        text = (folder / WALL_TIMES).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return rows
-    for line in text.splitlines(keepends=True)[1:]:
-        try:
-            time, seconds = map(float, line.split(","))
-        except ValueError:
-            break
-        if not line.endswith("\n"):
-            break
-        rows.append((time, seconds))
-    return rows
-
-
-def _lines(rows: Iterable[tuple[float, float]]) -> Iterable[str]:
-    return (f"{float(time)!r},{seconds:.3f}" for time, seconds in rows)

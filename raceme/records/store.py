@@ -218,11 +218,11 @@ def _event(time: float, kind: str, body: str) -> Event:
         tree, known = json.loads(body), _KINDS[kind]
         if change := _READ.get(known):
             change(tree)
-        # mypy takes a class for an object without a hash.
+        # mypy considers classes unhashable.
         read = _readers(known)  # type: ignore[arg-type]
         event: Event = known(time=time, **{name: read[name](value) for name, value in tree.items()})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"no {kind} can be read from an event: {error}") from None
+        raise ValueError(f"an event of kind {kind} cannot be read: {error}") from None
     return event
 
 
@@ -678,7 +678,7 @@ class StoreFollower:
             The file is no run store, is damaged, or another program keeps it locked.
         """
         for _ in range(_ATTEMPTS):
-            state = self._look()
+            state = self._file_state()
             if state is None or not state.size or (state == self._state and not self._ahead):
                 return Reading([])
             if self._is_being_written():
@@ -695,7 +695,8 @@ class StoreFollower:
                 return self._take(found, state)
         return Reading([])
 
-    def _look(self) -> _State | None:
+    def _file_state(self) -> _State | None:
+        """Return what shows a change of the file; None without the file."""
         try:
             with self.path.open("rb") as file:
                 header, status = file.read(_COUNTER.stop), os.fstat(file.fileno())
@@ -716,7 +717,7 @@ class StoreFollower:
 
         The journal is checked first, when earlier writers have updated the counter.
         """
-        return not self._is_being_written() and self._look() == state
+        return not self._is_being_written() and self._file_state() == state
 
     def _stays_hot(self) -> bool:
         """Return whether the journal is unchanged for some time."""
@@ -732,7 +733,7 @@ class StoreFollower:
         """Read with SQLite's locks, which undoes a killed run's partial transaction."""
         with closing(_connect(self.path, "mode=rw")) as connection:
             found = self._read(connection, state)
-        return self._take(found, self._look() or state)
+        return self._take(found, self._file_state() or state)
 
     def _read(self, connection: sqlite3.Connection, state: _State) -> _Found:
         """Return the next events, with number and mark of the last one."""
@@ -749,7 +750,7 @@ class StoreFollower:
             found = list(_events(connection, "WHERE event > ? AND event <= ?", (after, end)))
             mark = _mark(connection, end) if found else self._mark
         except (sqlite3.DatabaseError, ValueError) as error:
-            raise UserError(_said(self.path, error)) from None
+            raise UserError(_read_error(self.path, error)) from None
         return _Found(Reading(found, restarted, end < top), end, mark)
 
     def _take(self, found: _Found, state: _State) -> Reading:
@@ -762,10 +763,10 @@ def _connect(path: Path, how: str) -> sqlite3.Connection:
     try:
         return sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, timeout=0.2)
     except sqlite3.Error as error:
-        raise UserError(_said(path, error)) from None
+        raise UserError(_read_error(path, error)) from None
 
 
-def _said(path: Path, error: Exception) -> str:
+def _read_error(path: Path, error: Exception) -> str:
     if is_locked(error):
         return f"{path} is locked by another program."
     return f"{path} is damaged: {error}."

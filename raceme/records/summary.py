@@ -49,7 +49,8 @@ def convergence_index(accuracies: Sequence[float], measure: Measure = ACCURACY) 
     accuracies : Sequence[float]
         Mean client accuracy, or mean absolute error, of each evaluation, in their order.
     measure : Measure
-        Which of the two; near means a point of accuracy, or 1 % of the final error (our rule).
+        Measure of the numbers; near means within a point of accuracy, or 1 % of the final error
+        (our rule).
 
     Returns
     -------
@@ -75,7 +76,7 @@ def unrest(accuracies: Sequence[float], measure: Measure = ACCURACY) -> float | 
     accuracies : Sequence[float]
         Mean client accuracy, or mean absolute error, of each evaluation, in their order.
     measure : Measure
-        Whether the numbers are accuracies, or errors and their unit.
+        Measure of the numbers: accuracies, or errors in a unit.
 
     Returns
     -------
@@ -117,9 +118,9 @@ class StepAccuracies:
 
         Notes
         -----
-        At a step's start models are tested that have not been trained on its data, if the run's key
-        ``eval-steps`` is set (prequential evaluation); step 0 has no models before it. At its end
-        they have; a step that was tested once has no end.
+        With the key ``eval-steps``, the first evaluation of a step tests models that have not been
+        trained on its data (prequential evaluation); step 0 has no such models. The last evaluation
+        tests models trained on it. A step that was tested only once has no last evaluation.
         """
         starts = [accuracy for step, accuracy in self._first.items() if step]
         ends = list(self._last.values()) if starts else []
@@ -355,9 +356,9 @@ def _mean(values: Floats) -> float | None:
 # -----------------------------------------------------------------------------
 # Single uploads: scores and estimates of mixtures.
 #
-# The measures of Li and Zhu, "Towards Client Driven Federated Learning": the accuracy of what a
-# client uploads and of what it gets in return, on the same data, and the divergence of the true
-# mixture of these data from the weights that the method gives the client.
+# The measures of Li and Zhu, "Towards Client Driven Federated Learning": the accuracies of a
+# client's uploaded model and of the model returned for it, on the same data, and the divergence of
+# the true mixture of these data from the client's cluster weights.
 # -----------------------------------------------------------------------------
 
 
@@ -499,16 +500,16 @@ class Uploads(EventHandler):
         return [(row, divergence(row.mixture, shares(row.estimate, of, row))) for row in known]
 
     def _compared(self) -> list[Upload]:
-        """Return the uploads of which both the true and the estimated mixture are known."""
+        """Return the uploads with known true and estimated mixtures."""
         return [row for row in self.rows if row.mixture and row.estimate]
 
     def _mixed(self) -> list[Upload]:
-        """Return them; none where every client is put into a single cluster."""
+        """Return the uploads with mixtures; none if every client is in a single cluster."""
         known = self._compared()
         return known if any(len(row.estimate) > 1 for row in known) else []
 
     def result(self) -> dict[str, object]:
-        """Return the numbers of a summary; None where there are none.
+        """Return the entries of the summary; None for unknown numbers.
 
         ``mixture_divergence`` is the mean over the last third of the uploads.
         """
@@ -522,7 +523,7 @@ class Uploads(EventHandler):
         }
 
     def curve(self, quantity: str) -> list[tuple[int, float]]:
-        """Return the last update of each session, and the mean of a quantity where it is known.
+        """Return the last update of each session, and the session's mean of a quantity, if known.
 
         Parameters
         ----------
@@ -539,8 +540,9 @@ class Uploads(EventHandler):
     def by_session(self, quantity: str) -> list[float | None]:
         """Return the mean of ``"before"`` or ``"after"`` over the clients, in each whole session.
 
-        Of several uploads of a client the last one counts. None where fewer than nine tenths of the
-        clients have the quantity, as in the last session: what was got is known later.
+        If a client has several uploads, the last one counts. The mean is None if fewer than nine
+        tenths of the clients have the quantity, as in the last session, whose returned models are
+        tested later.
         """
         by_session = grouped((row.session, row) for row in self.rows)
         means = []
@@ -565,7 +567,7 @@ class Uploads(EventHandler):
         return [_mean_of(known.get(n, ())) for n in range(1, len(self.session_ends) + 1)]
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Add an upload that says something, and end the session if it was the last one missing."""
+        """Add an upload with scores or a mixture; end the session after the last missing client."""
         if self._changed:
             self._close()
         client, session = event.client, len(self.session_ends) + 1
@@ -579,7 +581,7 @@ class Uploads(EventHandler):
             self._latest[client] = row
             self._open.append(row)
         else:
-            # What the client says of its last upload next time is about this one.
+            # The client's next statement about its last upload refers to this one.
             self._latest.pop(client, None)
         self._missing.discard(client)
         if not self._missing:
@@ -598,9 +600,9 @@ def divergence(true: Sequence[float], estimate: Sequence[float]) -> float:
     Parameters
     ----------
     true : Sequence[float]
-        Shares p; one of 0 counts 0.
+        Shares p; a share of 0 contributes 0.
     estimate : Sequence[float]
-        Shares q of the same distributions; taken to be 1e-12 at least.
+        Shares q of the same distributions, at least 1e-12.
     """
     from scipy.special import rel_entr
 
@@ -615,9 +617,9 @@ def shares(estimate: Mapping[int, float], of: Mapping[int, int], row: Upload) ->
     estimate : Mapping[int, float]
         Weight of each cluster for the client, as the method estimates it.
     of : Mapping[int, int]
-        The distribution that each cluster stands for.
+        Distribution of each cluster.
     row : Upload
-        The upload; its true mixture says how many distributions there are.
+        The upload, whose true mixture determines the number of distributions.
     """
     found = [0.0] * len(row.mixture)
     for cluster, weight in estimate.items():
@@ -630,7 +632,7 @@ def shares(estimate: Mapping[int, float], of: Mapping[int, int], row: Upload) ->
 def matching(
     clusters: Sequence[int], pairs: Sequence[tuple[Sequence[float], Mapping[int, float]]]
 ) -> dict[int, int]:
-    """Return which distribution each cluster stands for, so that the divergence is least.
+    """Return the distribution of each cluster, so that the divergence is least.
 
     The sum of KL(true ‖ estimated) is Σ_j cost[j, k(j)] plus a constant, with cost[j, k] =
     −Σ p_j log q_k over the uploads: an assignment problem.
@@ -645,12 +647,12 @@ def matching(
     Returns
     -------
     dict[int, int]
-        Cluster to distribution, one to one; clusters that no distribution is left for are missing.
+        Cluster to distribution, one to one; without clusters that get no distribution.
     """
     count = max(len(true) for true, _ in pairs)
     true = np.array([[*mixture, *[0.0] * (count - len(mixture))] for mixture, _ in pairs])
     weights = np.array([[estimate.get(k, 0.0) for k in clusters] for _, estimate in pairs])
-    # A distribution may be left without a cluster, at the cost of an estimate of nothing.
+    # A distribution may get no cluster, at the cost of an estimate of 0.
     weights = np.hstack([weights, np.zeros((len(pairs), count))])
     cost = -true.T @ np.log(np.maximum(weights, FLOOR))
     from scipy.optimize import linear_sum_assignment
@@ -664,7 +666,7 @@ def matching(
 
 
 def _missing(known: Sequence[Upload], of: Mapping[int, int]) -> list[int]:
-    """Return the distributions of some uploads that no cluster stands for."""
+    """Return the distributions of some uploads that have no cluster."""
     count = max((len(row.mixture) for row in known), default=0)
     return sorted(set(range(count)) - set(of.values()))
 
@@ -708,7 +710,7 @@ def time_to_target(
 
 
 _MOST_REASONS, _MOST_TOLD = 1000, 5
-"""Distinct reasons of rejections that are counted, and those in the summary."""
+"""Maximum numbers of distinct reasons of rejections: counted, and in the summary."""
 
 
 class RunSummary(EventHandler):
@@ -717,59 +719,59 @@ class RunSummary(EventHandler):
     Parameters
     ----------
     attackers : Collection[str]
-        Clients that attack, where that is known.
+        Attacking clients, if known.
 
     Attributes
     ----------
     time : float
         Time of the latest event in seconds.
     updates, rejected : int
-        Updates applied, and replies that were not used.
+        Numbers of applied updates, and of unused replies.
     rejections : Counter[str]
-        The reasons of these.
+        Reasons of the unused replies, with counts.
     refused_claims : int
-        How often a node stated an id that is not that of its key.
+        Number of times that a node stated an id that is not that of its key.
     accuracy, best_accuracy : float or None
-        Mean client accuracy of the latest evaluation, and of the best one that counts; None
-        before the first. Of a regression, here and below, the mean absolute error.
+        Mean client accuracy of the latest evaluation, and of the best one that counts; None before
+        the first. For a regression, here and below, the mean absolute error.
     worst_tenth : float or None
         Mean of the worst tenth of the clients in the latest evaluation.
     weighted_accuracy, best_weighted_accuracy : float or None
         The same, weighted by the clients' numbers of test examples. As in FlexCFL's paper the best
-        one is of the evaluations since every client tested has had a cluster; of all, if there is
-        none.
+        one is among the evaluations since every tested client has a cluster, or among all if there
+        are none.
     measure : Measure
-        Whether these are accuracies, or errors and their unit.
+        Measure of these numbers: accuracy, or error in a unit.
     asked, answered : int or None
-        Clients that were asked in the latest evaluation, and of them those that answered.
+        Numbers of clients that were queried in the latest evaluation, and that answered.
     traffic : Traffic
-        Bytes of the updates applied, and of the answers to other work.
+        Bytes of applied updates, and of answers to other work.
     clusters : int
         Number of cluster models now.
     moves : int
-        How often a client went to another cluster on its own, no cluster being split or merged.
+        Number of moves of clients to another cluster, without splits and merges.
     device_time : float
         Seconds from sending tasks to their replies, summed over all devices.
     membership : Membership
-        Which client is in which clusters.
+        Membership of clients in clusters.
     uploads : Uploads
         Scores of uploads and estimates of mixtures.
     cluster_scores : ClustersScored or None
         The latest test of the clusters' models on the server.
     tasks : TaskAccuracies
-        How accurate models are on the data of each step, after each step.
+        Accuracies on the data of each step, after each step.
     measures : Measures
-        What only the method measures.
+        The method's own measures.
     verdicts : VerdictSummary
         Verdicts on updates, and the accuracy of honest clients.
     compute : float
         Time at work of all clients on applied updates, with transfers, in seconds.
     passes : int or None
-        Passes of single samples through a network, where clients state them.
+        Passes of single samples through a network, if clients state them.
     warnings : list[str]
-        What the run warned of.
+        Warnings of the run.
     reason : str or None
-        Why the run ended, in words; None before its end.
+        Reason of the run's end, in words; None before its end.
     ending : Ending or None
         The kind of end; None before it.
     """
@@ -830,7 +832,7 @@ class RunSummary(EventHandler):
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
         """Count a reply that was not used."""
         self.rejected += 1
-        # Reasons have numbers in them: a client may have one of its own for each reply.
+        # Limited, as reasons contain numbers: every reply may have a distinct one.
         if event.reason in self.rejections or len(self.rejections) < _MOST_REASONS:
             self.rejections[event.reason] += 1
         self.device_time += float(event.time - event.dispatched_at)
@@ -840,19 +842,19 @@ class RunSummary(EventHandler):
         self.refused_claims += 1
 
     def on_clusters_scored(self, event: events.ClustersScored) -> None:
-        """Keep the latest test of the clusters' models."""
+        """Store the latest test of the clusters' models."""
         self.cluster_scores = event
 
     def on_data_changed(self, event: events.DataChanged) -> None:
-        """Take note that clients' data have moved on at all."""
+        """Record that clients' data have changed."""
         self.has_drifted = True
 
     def on_warned(self, event: events.Warned) -> None:
-        """Keep a warning."""
+        """Store a warning."""
         self.warnings.append(event.text)
 
     def on_run_ended(self, event: events.RunEnded) -> None:
-        """Take the time of the end: tasks may have timed out later than this."""
+        """Record the time of the end; tasks may have timed out later."""
         self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
 
     def purity(self) -> float | None:
@@ -874,13 +876,13 @@ class RunSummary(EventHandler):
         Parameters
         ----------
         strategy, dataset, model : str
-            Names, as the user typed them.
+            Names, as typed by the user.
         seed : int
             Seed of the run, from which all its randomness follows.
         wall_time : float
-            Seconds that the run took on this machine.
+            Duration of the run on this machine, in seconds.
         target : float, optional
-            Target accuracy, or of a regression the target error.
+            Target accuracy; for a regression, the target error.
         """
         rate = self.updates / wall_time if wall_time > 0 else None
         name, scored = self.measure.name, self.cluster_scores
@@ -946,7 +948,7 @@ class RunSummary(EventHandler):
         }
 
     def on_evaluated(self, event: events.Evaluated) -> None:
-        """Take note of an evaluation."""
+        """Process an evaluation."""
         accuracy, self.measure = float(event.accuracy), event.measure
         self.clusters = int(event.clusters)
         weighted = float(event.weighted_accuracy)
@@ -958,48 +960,48 @@ class RunSummary(EventHandler):
         if not event.counts:
             return
         self._steps.observe(event)
-        # Without its clients, of which there may be many.
+        # Stored without the clients' results, which may be many.
         self._evaluations.append(replace(event, per_client={}, asked=0, steps={}, groups={}))
         self.best_accuracy = self._better(accuracy, self.best_accuracy)
         self._best_of_all = self._better(weighted, self._best_of_all)
         if all(self.membership.weights.get(client) for client in event.per_client):
             self._best_of_complete = self._better(weighted, self._best_of_complete)
         else:
-            # Some clients are still tested with a model that is not theirs.
+            # Clients without a cluster are tested with a model that is not trained for them.
             self._best_of_complete = None
         complete = self._best_of_complete
         self.best_weighted_accuracy = self._best_of_all if complete is None else complete
 
     def _has_diverged(self) -> bool:
-        """Whether the models are far worse than the untrained ones: the training diverged."""
-        # NaN where no loss is reported, as by an app of a user's own.
+        """Whether training diverged: the models are far worse than the untrained ones."""
+        # NaN if no loss is reported, e.g. by a user's own app.
         losses = [point.loss for point in self._evaluations]
         if len(losses) < 2 or not math.isfinite(losses[0]):
             return False
         return not math.isfinite(losses[-1]) or losses[-1] > _DIVERGED * losses[0] > 0
 
     def _better(self, value: float, best: float | None) -> float | None:
-        """Return the better one; NaN, which a run that diverged may give, is no value."""
+        """Return the better value; NaN, which a diverged run may report, is ignored."""
         if math.isnan(value):
             return best
         return value if best is None else self.measure.better(best, value)
 
     def on_client_joined(self, event: events.ClientJoined) -> None:
-        """Take note of the client's group."""
+        """Record the client's group."""
         self.membership.observe(event)
         self._look_at_purity()
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> list[Placement]:
-        """Count moves, and the clusters that there are now."""
+        """Count moves and the current clusters."""
         before = self.membership.weights
         if event.change is events.ClusterChange.MOVE:
-            # Weights may change without a client's main cluster becoming another.
+            # Weights may change without a change of a client's main cluster.
             self.moves += sum(
                 home(before.get(client, {})) != home(weights)
                 for client, weights in event.memberships.items()
             )
         placements = self.membership.observe(event)
-        # An evaluation counts clusters too that no event has named, e.g. without members.
+        # An evaluation also counts clusters without events, e.g. without members.
         changed = self.clusters + len(event.made) - len(event.gone)
         self.clusters = max(changed, len(self.membership.existing))
         self._look_at_purity()
@@ -1013,7 +1015,7 @@ class RunSummary(EventHandler):
 
 
 def unlearned(summary: Mapping[str, Any]) -> str:
-    """Say that a run's models are no better than a constant guess; empty if they are better."""
+    """Return a remark if a run's models are no better than a constant guess; else empty."""
     measure = events.Measure.of(summary)
     guess, found = summary.get("constant_guess"), summary.get(measure.name)
     if guess is None or found is None or measure.better(found, guess) != guess:
@@ -1053,7 +1055,7 @@ class VerdictSummary(EventHandler):
     Parameters
     ----------
     attackers : Collection[str]
-        Clients that attack, where that is known: those that are left out of the honest accuracy.
+        Attacking clients, if known; they do not count for the honest accuracy.
     """
 
     def __init__(self, attackers: Collection[str] = ()) -> None:
@@ -1066,11 +1068,11 @@ class VerdictSummary(EventHandler):
         self._honest: list[events.Evaluated] = []
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Count an update that the method was given."""
+        """Count an update that the method received."""
         self._counts[event.client][Verdict.ACCEPTED] += 1
 
     def on_evaluated(self, event: events.Evaluated) -> None:
-        """Take the mean over the clients that do not attack."""
+        """Record the mean over the honest clients."""
         if not self.attackers:
             return
         scores = [
@@ -1089,10 +1091,10 @@ class VerdictSummary(EventHandler):
         """Count a verdict on a client's update."""
         counts = self._counts[event.client]
         if event.verdict is Verdict.SCALED:
-            # It is reported as applied, too.
+            # A scaled update is also reported as applied.
             counts[Verdict.SCALED] += 1
             counts[Verdict.ACCEPTED] -= 1
-        elif event.verdict.keeps_out:
+        elif event.verdict.is_withheld:
             counts[Verdict.REFUSED] += 1
         if event.verdict is Verdict.EXCLUDED:
             self._excluded[event.client] = True
@@ -1100,12 +1102,12 @@ class VerdictSummary(EventHandler):
             self._excluded.pop(event.client, None)
 
     def result(self, target: float | None = None) -> dict[str, Any]:
-        """Return its entries of the run's summary; empty without attacks and verdicts.
+        """Return entries of the run's summary; empty without attacks and verdicts.
 
         ``verdicts`` has the counts by client, ``excluded_clients`` those excluded at the end,
         ``attackers`` those that attacked, ``honest_accuracy`` the mean accuracy of all others at
-        the last evaluation, ``worst_honest_accuracy`` the lowest, and ``honest_time_to_target``
-        when it first was as good as the target.
+        the last evaluation, ``worst_honest_accuracy`` the lowest, and ``honest_time_to_target`` the
+        time at which it first reached the target.
         """
         found: dict[str, Any] = {}
         kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)

@@ -1,7 +1,7 @@
-"""Versions of the clusters' models: which one devices use, and which are kept to go back to.
+"""Versions of the clusters' models: the ones in use on devices, and earlier ones for rollbacks.
 
-The table is written after the file of a version, and each of them as a whole: a server that is
-killed in between finds the table as it was.
+Files are written atomically, the table after the file of a version. A server that is killed in
+between finds the former table.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from raceme.core.errors import UserError, printable
 from raceme.core.files import atomic_write, flush
 
 VERSIONS = "versions"
-"""Folder of the kept versions, and of their table."""
+"""Folder of the stored versions and their table."""
 _TABLE = "versions.json"
 _CLUSTER, _CLIENT = "cluster/", "client/"
-"""Beginnings of the arrays' names in a version's file."""
+"""Prefixes of the arrays' names in a version's file."""
 
 Arrays = Mapping[str, NDArray[np.generic]]
 Pair = tuple[float, float]
@@ -37,9 +37,9 @@ Pair = tuple[float, float]
 class Stage(StrEnum):
     """Use of a version.
 
-    TRIAL: some devices test it. CANARY: they use it. IN_USE: all devices of the cluster do.
-    HELD: it was worse than the one in use, or an operator has gone back to another. FORMER: a newer
-    one has taken its place.
+    TRIAL: some devices test it. CANARY: they use it. IN_USE: all devices of the cluster do. HELD:
+    it was worse than the one in use, or an operator rolled back to another one. FORMER: a newer
+    version has replaced it.
     """
 
     TRIAL = "trial"
@@ -65,9 +65,9 @@ class Version:
     changes : int
         Version of the cluster's model in training.
     stage : Stage
-        What it is used for.
+        Its present use.
     score : float
-        Its validation: mean of the devices that tested it; NaN before.
+        Mean score over the devices that tested it; NaN before.
     """
 
     cluster: int
@@ -90,15 +90,15 @@ class Version:
 def is_no_worse(pairs: Sequence[Pair], margin: float, of_errors: bool = False) -> bool:
     """Return whether a version may be used, by devices' scores of it and of the one in use.
 
-    The median of their differences counts, so that no minority decides. A device that has nothing
-    to compare with accepts what it can test.
+    The median of the differences counts, so that no minority decides. A device without a score of
+    the version in use accepts every version that it can test.
 
     Parameters
     ----------
     pairs : Sequence[Pair]
         The scores of each device.
     margin : float
-        How much worse it may be; of errors as a share of that of the one in use.
+        How much worse it may be; for errors, relative to the error of the one in use.
     of_errors : bool
         Lower is better.
     """
@@ -110,12 +110,12 @@ def is_no_worse(pairs: Sequence[Pair], margin: float, of_errors: bool = False) -
             differences.append(0.0)
         else:
             differences.append(used * (1 + margin) - new if of_errors else new - used + margin)
-    # Rounding must not hold a version that is worse by just the margin.
+    # With a tolerance, so that a version that is worse by exactly the margin is not held.
     return bool(differences) and statistics.median_low(differences) >= -1e-9
 
 
 def kept(versions: Sequence[Version], last: int, of_errors: bool = False) -> list[Version]:
-    """Return the versions of a cluster that are kept: the last ones, the best, the one in use."""
+    """Return the versions of a cluster to keep: the last ones, the best, the one in use."""
     tested = [version for version in versions if math.isfinite(version.score)]
     sign = -1 if of_errors else 1
     best = max(tested, key=lambda found: (sign * found.score, found.number), default=None)
@@ -137,16 +137,16 @@ class VersionStore:
     run : Path
         The folder of the run.
     last : int
-        Versions of each cluster that are kept at least.
+        Least number of versions to keep of each cluster.
 
     Attributes
     ----------
     run_id : str
-        Tells the versions of this run from those of others.
+        Distinguishes the versions of this run from those of others.
     pinned : set[int]
         Clusters for which an operator has chosen the version in use.
     of_errors : bool
-        Of scores lower is better.
+        Whether lower scores are better.
 
     Raises
     ------
@@ -158,7 +158,7 @@ class VersionStore:
         self._folder, self._last = run / VERSIONS, max(1, last)
         self.run_id, self.pinned, self.of_errors = secrets.token_hex(8), set[int](), False
         self._versions: dict[int, list[Version]] = {}
-        # Clients with a model of their own in a version, where that was looked up.
+        # Clients with a model of their own in a version, cached.
         self._owners: dict[tuple[int, int], set[str]] = {}
         table = self._folder / _TABLE
         if table.is_file():
@@ -185,23 +185,23 @@ class VersionStore:
         return sorted(self._versions)
 
     def of(self, cluster: int) -> list[Version]:
-        """Return the versions of a cluster that are kept, oldest first."""
+        """Return the stored versions of a cluster, oldest first."""
         return list(self._versions.get(cluster, ()))
 
     def at(self, cluster: int, number: int) -> Version | None:
-        """Return a version; None if it is not kept."""
+        """Return a version; None if it is not stored."""
         return next((found for found in self.of(cluster) if found.number == number), None)
 
     def in_use(self, cluster: int) -> Version | None:
-        """Return the version that a cluster's devices use, if there is one."""
+        """Return the version in use on a cluster's devices, if any."""
         return next((found for found in self.of(cluster) if found.stage is Stage.IN_USE), None)
 
     def new(self, cluster: int) -> Version | None:
-        """Return the version that is being tried, if there is one."""
+        """Return the undecided version, if any."""
         return next((found for found in self.of(cluster) if found.stage.is_new), None)
 
     def add(self, cluster: int, changes: int, model: Arrays, own: Mapping[str, Arrays]) -> Version:
-        """Keep a new version, and drop those that are not kept any more.
+        """Store a new version, and drop versions that need not be kept.
 
         Parameters
         ----------
@@ -210,12 +210,12 @@ class VersionStore:
         model : Arrays
             The cluster's model.
         own : Mapping[str, Arrays]
-            The models of its clients that use another one.
+            Models of clients that use another model than the cluster's.
 
         Raises
         ------
         OSError
-            It cannot be written: nothing has changed.
+            It cannot be written; nothing has changed.
         """
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
@@ -242,7 +242,7 @@ class VersionStore:
         return version
 
     def change(self, version: Version, stage: Stage, score: float | None = None) -> Version:
-        """Put a version at another stage; one that comes into use takes the place of another."""
+        """Change the stage of a version; a version that comes into use replaces the former one."""
         changed = replace(version, stage=stage, score=version.score if score is None else score)
         self._versions[version.cluster] = [
             changed
@@ -261,7 +261,7 @@ class VersionStore:
         self.pinned &= set(clusters)
 
     def has_own(self, version: Version, client: str) -> bool:
-        """Return whether a version has a model for a client alone."""
+        """Return whether a version has a model of a client's own."""
         from safetensors import safe_open
 
         if version.key not in self._owners:
@@ -271,7 +271,7 @@ class VersionStore:
         return client in self._owners[version.key]
 
     def load(self, version: Version, client: str = "") -> dict[str, NDArray[np.generic]]:
-        """Return the model of a version that serves a client, or the cluster's.
+        """Return a version's model for a client, by default the cluster's.
 
         Raises
         ------
@@ -292,7 +292,7 @@ class VersionStore:
             }
 
     def save(self) -> None:
-        """Write the table, then remove the files of versions that are not in it.
+        """Write the table, then remove the files of versions that it does not list.
 
         Raises
         ------

@@ -65,7 +65,7 @@ def write_all(
     target: float | None = None,
     clock: str = CLOCK,
 ) -> dict[str, str]:
-    """Write a run's artefacts beside its database. What fails is logged and holds nothing else up.
+    """Write a run's artefacts beside its database; log failures, which do not affect the others.
 
     Parameters
     ----------
@@ -76,18 +76,19 @@ def write_all(
     models : Mapping[int, Arrays]
         Cluster to its model's arrays by name.
     clients : Iterable
-        Clients, each with the arrays of the model that it uses; taken one after the other.
+        Clients, each with the arrays of the model that it uses; iterated once.
     similarity : tuple, optional
-        Client ids and the matrix of their similarities. Of large fleets a part is kept and drawn.
+        Client ids and the matrix of their similarities. For large fleets a part is stored and
+        drawn.
     target : float, optional
         Target accuracy, for the plot.
     clock : str
-        What the axes of time are called.
+        Label of the time axes.
 
     Returns
     -------
     dict[str, str]
-        Names of what could not be written, and why.
+        Artefacts that could not be written, with reasons.
     """
     failed = _attempt(SUMMARY, write_summary, out / SUMMARY, summary)
     for cluster, arrays in models.items():
@@ -120,10 +121,10 @@ def figures_of(
     title: str = "",
     clock: str = CLOCK,
 ) -> dict[str, Callable[[], Figure]]:
-    """Return what draws the figures of a run, by the names of their files.
+    """Return the functions that draw the figures of a run, by file name.
 
-    Figures that not every run has are left out where there is nothing to draw. The parameters are
-    those of :func:`raceme.reporting.plots.accuracy_figure`.
+    Optional figures without content are left out. The parameters are those of
+    :func:`raceme.reporting.plots.accuracy_figure`.
     """
     figures: dict[str, Callable[[], Figure]] = {
         "accuracy": partial(accuracy_figure, record, target=target, title=title, clock=clock),
@@ -155,8 +156,8 @@ def _save_client_models(
 def save_model(path: Path, arrays: Arrays, description: str) -> None:
     """Write a model as safetensors, atomically, with a description in its header.
 
-    The same model gives the same bytes: safetensors writes several header entries in any order,
-    so there is one.
+    The same model gives the same bytes; the header therefore has a single entry, as safetensors
+    writes several in any order.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
@@ -165,7 +166,7 @@ def save_model(path: Path, arrays: Arrays, description: str) -> None:
 
 
 def draw_similarity(record: RunRecord, similarity: Similarity | None) -> Figure:
-    """Draw what a run knows of its clients' similarities, which may be nothing."""
+    """Draw the similarities of a run's clients, if known."""
     if similarity is None:
         similarity = Similarity((), np.empty((0, 0), np.float32), 0)
     return similarity_figure(
@@ -184,7 +185,7 @@ def _attempt(name: str, write: Callable[..., None], *arguments: Any) -> dict[str
     except Exception as error:
         reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
         if isinstance(error, OSError | SafetensorError):
-            # A full disk; its place in this program is no help.
+            # E.g. a full disk, for which a traceback is no help.
             log.error("%s could not be written: %s", name, reason)
         else:
             log.exception("%s could not be written", name)
@@ -193,7 +194,7 @@ def _attempt(name: str, write: Callable[..., None], *arguments: Any) -> dict[str
 
 
 def missing_line(out: Path, unwritten: Mapping[str, str]) -> str:
-    """Say in one line what of a run could not be written, why, and what is there."""
+    """Return a line with the artefacts that could not be written, the reasons, and those saved."""
     reasons = dict.fromkeys(unwritten.values())
     saved = ", ".join(saved_in(out)) or "nothing"
     return (
@@ -203,12 +204,12 @@ def missing_line(out: Path, unwritten: Mapping[str, str]) -> str:
 
 
 # -----------------------------------------------------------------------------
-# A model for use without Raceme, and a program that uses it.
+# Export of a model for use without Raceme, with a program that uses it.
 # -----------------------------------------------------------------------------
 
 
 _SAMPLES = 100
-"""Inputs on which an exported model is compared with the run's."""
+"""Number of inputs on which an exported model is compared with the run's."""
 _TOLERANCE = 1e-4
 """Largest difference of an output, relative to the largest output, but at least to 1."""
 _TEMPLATE = Path(__file__).parent / "templates" / "predict.txt"
@@ -233,18 +234,19 @@ def export_model(
     kind : str
         ``safetensors`` or ``onnx``.
     cluster, device : int or str, optional
-        Whose model; one of them unless the run has a single cluster.
+        The cluster or device whose model is exported; one is required unless the run has one
+        cluster.
     labels : Sequence[str]
         Names of the classes; by default those of the dataset, or numbers.
     out : Path, optional
-        New folder; by default ``export/<model>-<format>`` in that of the run.
+        New folder; by default ``export/<model>-<format>`` in the run's folder.
     trust : str
-        Folder whose runs may name code that is imported, such as a model of one's own.
+        Folder whose runs may name code that is imported, such as a user's own model.
 
     Returns
     -------
     tuple[Path, str]
-        The folder, and what was compared.
+        The folder, and the result of the comparison.
 
     Raises
     ------
@@ -308,7 +310,7 @@ def _config_of_model(run: Path, trust: str) -> tuple[RunConfig, str]:
     needed = [(key, code[key]) for key in _NEEDED if key in code]
     check_trusted(run / CONFIG, needed, trust, run)
     others = code.keys() - set(_NEEDED)
-    # The keys that unneeded code declares cannot be read without it.
+    # Keys of code that is not needed are left out, as reading them would import it.
     kept = {name: value for name, value in expanded(keys).items() if name not in others}
     config = RunConfig.from_mapping(kept, lenient=bool(others))
     return config, code.get("strategy", config.strategy)
@@ -317,9 +319,9 @@ def _config_of_model(run: Path, trust: str) -> tuple[RunConfig, str]:
 def _chosen(
     run: Path, cluster: int | None, device: str | None
 ) -> tuple[str, Arrays, dict[str, Any]]:
-    """Return the name of a model in the run's folder, its arrays, and whose it is.
+    """Return the name of a model in the run's folder, its arrays, and its cluster or device.
 
-    Of a run that keeps versions it is that in use.
+    If the run stores versions, it is the version in use.
     """
     if cluster is not None and device is not None:
         raise UserError("--cluster and --device each name a model: give one of them.")
@@ -328,8 +330,8 @@ def _chosen(
     numbers = sorted(versions) or clusters_in(run)
     if not numbers:
         raise UserError(
-            f"{run} has no models: a run leaves them when it ends, or keeps versions while it is "
-            "served."
+            f"{run} has no models: a run writes them at its end, or stores versions while it is "
+            f"served."
         )
     about: dict[str, Any] = {"updates": len(record.updates.seq)}
     name = ""
@@ -345,7 +347,7 @@ def _chosen(
         if len(weights) != 1 and not versions:
             raise UserError(
                 f"No single cluster serves {device}: resume the run with --set client-models=true, "
-                "which leaves each device's own model."
+                f"which writes each device's own model."
             )
         cluster = record.assignment().get(device)
         if cluster is None:
@@ -369,21 +371,21 @@ def _chosen(
     try:
         return name, store.load(versions[cluster], device or ""), about
     except (OSError, SafetensorError) as error:
-        # It has been replaced meanwhile.
+        # The version has been replaced meanwhile.
         raise UserError(f"{versions[cluster].file} cannot be read: {error}. Try again.") from None
 
 
 def _why_no_model(record: RunRecord, cluster: int) -> str:
-    """Return what became of a cluster that has no model."""
+    """Return an explanation for a cluster without a model."""
     for event in record.changes:
         if cluster in event.gone:
             made = ", ".join(map(str, event.made)) or "none"
-            return f"Cluster {cluster} is gone ({event.change.value}; made of it: {made})."
+            return f"Cluster {cluster} is gone ({event.change.value}; its successors: {made})."
     return f"There is no cluster {cluster}."
 
 
 def _stated_labels(data: Dataset, labels: Sequence[str]) -> list[str] | None:
-    """Return the names of the classes; None of a regression."""
+    """Return the names of the classes; None for a regression."""
     if data.target is not None:
         if labels:
             raise UserError("--labels names classes, and the run predicts a quantity.")
@@ -399,7 +401,7 @@ def _written(kind: str, network: DeployedNetwork, data: Dataset, folder: Path) -
         return _WRITERS[kind](network, data, folder)
     except (OSError, UserError):
         raise
-    # What an exporter of torch raises for a network that it cannot follow.
+    # Torch's exporters raise various errors for networks that they cannot trace.
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
@@ -430,7 +432,7 @@ def _onnx(network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, s
                 verbose=False,
             )
         assert program is not None
-        # One file, up to the 2 GiB that a message of protocol buffers may have.
+        # One file, up to the limit of 2 GiB of protocol buffers.
         program.save(folder / "model.onnx", external_data=False)
     finally:
         logger.setLevel(before)
@@ -503,12 +505,12 @@ _WRITERS: Mapping[str, Callable[[DeployedNetwork, Dataset, Path], tuple[str, str
 
 
 def _difference(folder: Path, network: DeployedNetwork, data: Dataset) -> float:
-    """Return by how much `predict.py` differs from the run's network, normalised as in training.
+    """Return the difference of `predict.py` from the run's network, with inputs as in training.
 
     Raises
     ------
     UserError
-        It differs by more than rounding.
+        The difference exceeds rounding.
     """
     import torch
 
@@ -522,7 +524,7 @@ def _difference(folder: Path, network: DeployedNetwork, data: Dataset) -> float:
         outputs = outputs * data.target.std + data.target.mean
     program = runpy.run_path(str(folder / "predict.py"))
     found = np.asarray(program["scores"](program["as_batch"](raw)))
-    # One alone, as an application asks.
+    # A single input, as an application would send it.
     alone = np.asarray(program["scores"](program["as_batch"](raw[0])))
     difference = float(max(np.abs(found - outputs).max(), np.abs(alone - outputs[:1]).max()))
     if not difference <= _TOLERANCE * max(1.0, float(np.abs(outputs).max())):

@@ -79,16 +79,17 @@ def shown_updates(done: int, planned: int) -> str:
 class LiveBars(Progress):
     """Progress bars that are live on a terminal and in a notebook.
 
-    A notebook's cell has one output that is replaced: rich's own way needs ipywidgets.
+    In a notebook, the bars are one output of the cell that is replaced; rich's own way needs
+    ipywidgets.
 
     Parameters
     ----------
     *columns : str or ProgressColumn
-        What each bar shows.
+        Content of each bar.
     console : Console
         The terminal, the notebook or the file; the bars are not shown in a file.
     **options
-        See rich.
+        Options of rich's progress bars.
     """
 
     def __init__(self, *columns: str | ProgressColumn, console: Console, **options: Any) -> None:
@@ -98,7 +99,7 @@ class LiveBars(Progress):
 
     @property
     def shown(self) -> bool:
-        """Whether anybody sees them."""
+        """Whether the bars are visible."""
         return self._in_cell or not self.disable
 
     def start(self) -> None:
@@ -110,13 +111,13 @@ class LiveBars(Progress):
             self._cell = display(self, display_id=True)
 
     def refresh(self) -> None:
-        """Show how far the bars are now."""
+        """Update the bars."""
         super().refresh()
         if self._cell is not None:
             self._cell.update(self)
 
     def stop(self) -> None:
-        """Leave the bars as they are; on a terminal nothing, if they are transient."""
+        """Stop updating the bars; transient ones disappear from a terminal."""
         super().stop()
         self.refresh()
         self._cell = None
@@ -126,7 +127,7 @@ class RunProgress(EventHandler):
     """Shows the progress of a run, as observer and context manager.
 
     On a terminal and in a notebook it is one live line with a bar. Elsewhere it prints a plain line
-    at each evaluation, and one whenever there was nothing to print for ten seconds.
+    at each evaluation, and after ten seconds without output.
 
     Parameters
     ----------
@@ -282,7 +283,7 @@ def data_line(event: events.DataChanged) -> str:
 
 def update_line(event: events.UpdateApplied) -> str:
     """Describe an update in one line."""
-    # As a probe's, or one that waits in a buffer.
+    # E.g. an update of a probe, or one that waits in a buffer.
     idle = "" if event.weight else " (no model changes)"
     return (
         f"update {event.seq:>4}  {event.client}  cluster {event.cluster}  "
@@ -401,10 +402,10 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield "virtual time", f"{summary['virtual_time']:.1f} s"
         yield "wall time", f"{summary['wall_time']:.1f} s ({rate:.0f} updates/s)"
-    yield "traffic", _both(summary["bytes_up"], summary["bytes_down"])
+    yield "traffic", _up_and_down(summary["bytes_up"], summary["bytes_down"])
     phases = get("bytes_by_phase") or {}
     if len(phases) > 1:
-        each = (f"{phase} {_both(of['up'], of['down'])}" for phase, of in phases.items())
+        each = (f"{phase} {_up_and_down(of['up'], of['down'])}" for phase, of in phases.items())
         yield "traffic by phase", "; ".join(each)
     if by_client := get("verdicts"):
         scaled, refused = (
@@ -439,7 +440,7 @@ def _answered(answered: int | None, asked: int | None) -> str:
     return f"{answered} of {asked} clients"
 
 
-def _both(up: float, down: float) -> str:
+def _up_and_down(up: float, down: float) -> str:
     return f"{shown_bytes(up)} up, {shown_bytes(down)} down"
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import raceme
 from raceme.core.errors import UserError, os_errors_as_user_errors, shortened
 from raceme.core.files import atomic_write
-from raceme.reporting.dashboard import Frozen, stylesheet
+from raceme.reporting.dashboard import FrozenData, stylesheet
 from raceme.reporting.style import style
 
 _GENERATOR = '<meta name="generator" content="Raceme'
@@ -112,7 +112,8 @@ class Section:
     parts : Sequence
         Notes (texts), tables, figures, commands and links, in order; None is left out.
     drawn : bool
-        Whether the dashboard shows the same: then the section is for browsers without JavaScript.
+        Whether the dashboard shows the same content; then only browsers without JavaScript show the
+        section.
     """
 
     name: str
@@ -161,19 +162,19 @@ def render(
     sections: Sequence[Section],
     *,
     links: str,
-    frozen: Frozen | None = None,
+    frozen: FrozenData | None = None,
 ) -> str:
     """Return a page as HTML; every text in it is escaped.
 
     Parameters
     ----------
     kind, title, lead : str
-        What it is of, above its title, and the line below it.
+        Kind of the page, above its title; the title; and the line below it.
     sections : Sequence[Section]
         The sections; those without parts are left out.
     links : str
         Prefix of links to files.
-    frozen : Frozen, optional
+    frozen : FrozenData, optional
         The panels of the dashboard, at the top.
     """
     shown = []

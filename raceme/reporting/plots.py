@@ -50,10 +50,10 @@ from raceme.reporting.style import (
     method_looks,
     new_figure,
     one_axes,
-    say_empty,
     series_colour,
     style,
     time_axis,
+    write_placeholder,
 )
 
 _MOST_CLUSTERS = 8
@@ -99,7 +99,7 @@ def accuracy_figure(
             _mark_reached(axes, record, target, seconds, INK)
         _legend(figure, axes, _mark_data(axes, record, seconds), record.measure)
     else:
-        say_empty(axes, "no evaluations")
+        write_placeholder(axes, "no evaluations")
     return figure
 
 
@@ -158,7 +158,7 @@ def comparison_figure(
     seeds = max((len(records) for records in methods.values()), default=0)
     of = "one seed" if seeds == 1 else f"mean{' ± SD' if banded else ''} of {seeds} seeds"
     if not runs:
-        say_empty(axes, "no runs")
+        write_placeholder(axes, "no runs")
     elif len(methods) <= _MOST_NAMED:
         axes.legend(loc=_legend_place(measure), title=of)
     else:
@@ -382,7 +382,7 @@ def staleness_figure(records: Mapping[str, RunRecord]) -> Figure:
     stale = {label: values for label, values in staleness.items() if values.max() > 0}
     if not stale:
         figure = new_figure(7.2, 2.4)
-        say_empty(figure.add_subplot(), "no method used a stale update")
+        write_placeholder(figure.add_subplot(), "no method used a stale update")
         return figure
     figure = new_figure(7.2, 1.0 + 0.55 * len(stale))
     largest = max(int(values.max()) for values in stale.values())
@@ -467,7 +467,7 @@ def similarity_figure(
     known = off_diagonal[np.isfinite(off_diagonal)]
     axes.grid(False)
     if not len(known):
-        say_empty(axes, "no pair was compared")
+        write_placeholder(axes, "no pair was compared")
         axes.set_xticks([])
         axes.set_yticks([])
         return figure
@@ -521,7 +521,7 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
         typical[str(name)] = float(np.median(durations[updates.client == name]))
     rows = {client: row for row, client in enumerate(fastest_first(typical))}
     if not rows:
-        say_empty(axes, "no devices")
+        write_placeholder(axes, "no devices")
         return figure
     history = History(record.placements)
     tasks = zip(updates.client.tolist(), updates.dispatched_at, updates.cluster, strict=True)
@@ -651,7 +651,7 @@ def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Fi
             zorder=3,
         )
     if not drawn:
-        say_empty(axes, "not measured")
+        write_placeholder(axes, "not measured")
         return figure
     for percent in LONG:
         axes.axvline(percent / 100, color=MUTED, lw=0.9, ls=(0, (1, 2)), zorder=1)
@@ -712,7 +712,7 @@ def mixtures_figure(record: RunRecord) -> Figure:
     found = record.summary.uploads.divergences()
     if not found:
         figure, axes = one_axes(7.2, 3.0, "Mixtures of data, true and estimated")
-        say_empty(axes, why_no_mixtures(record) or "no mixtures, or no estimates of them")
+        write_placeholder(axes, why_no_mixtures(record) or "no mixtures, or no estimates of them")
         return figure
     of = record.summary.uploads.matched()
     chosen = _examples([row for row, _ in found])
@@ -818,7 +818,7 @@ def tasks_figure(record: RunRecord) -> Figure:
     tasks = record.summary.tasks
     if not tasks.count:
         figure, axes = one_axes(7.2, 4.0, "Tasks, one after another")
-        say_empty(axes, "no tests on former tasks")
+        write_placeholder(axes, "no tests on former tasks")
         return figure
     figure = new_figure(7.2, 4.0)
     parts = figure.subplot_mosaic(
@@ -971,7 +971,7 @@ def uploads_figure(record: RunRecord) -> Figure:
     title = _CLUSTERS_TITLE if only_clusters else _TITLE
     figure, axes = one_axes(7.2, 4.0, title, x="updates", y=record.measure.label, grid="y")
     if not has_scores(record):
-        say_empty(axes, "no scores of uploads")
+        write_placeholder(axes, "no scores of uploads")
         return figure
     shown = _draw_cluster_scores(axes, record)
     for quantity, (label, colour) in _QUANTITIES.items():
@@ -1052,7 +1052,7 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     figure, axes = one_axes(7.2, 4.4, "Clusters over time")
     seconds = time_axis(axes, record.end, clock)
     if not record.placements:
-        say_empty(axes, "no clients")
+        write_placeholder(axes, "no clients")
         return figure
     span = max(record.end, 1e-9)
     epochs = layout(record.placements, _BEND * span)

@@ -105,7 +105,15 @@ def drifts_table(record: RunRecord) -> PageTable | None:
     untils = [*(drift.time for drift in found[1:]), math.inf]
     rows = [_row(record, drift, until) for drift, until in zip(found, untils, strict=True)]
     word = f"{record.measure.word} before"
-    heads = ("time (s)", "updates", "whose data", "step", word, "after", "back after (s)")
+    heads = (
+        "time (s)",
+        "updates",
+        "whose data",
+        "step",
+        word,
+        "after",
+        "back after (s)",
+    )
     title = f"{plural(len(found), 'change')} of the clients' data"
     return PageTable(title, heads, rows, words=(2,))
 
@@ -144,7 +152,15 @@ def _row(record: RunRecord, drift: ChangePoint, until: float) -> tuple[Any, ...]
         recovered = new <= before if record.measure.is_error else new >= before
         there = np.flatnonzero(recovered & (times < until))
         back = number(max(0.0, float(times[there[0]] - drift.time)), 1) if len(there) else "not"
-    return number(drift.time, 2), drift.updates, drift.whose, drift.step, before, after, back
+    return (
+        number(drift.time, 2),
+        drift.updates,
+        drift.affected_clients,
+        drift.step,
+        before,
+        after,
+        back,
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -343,7 +359,9 @@ def run_page(folder: Path, links: str) -> str:
         Section("drift", "Data that change", [drifts_table(record), steps_table(record)]),
         Section("costs", "Cost of the updates", [costs_table(record)]),
         Section("configuration", "Configuration", [_MARKED, *_settings(config, keys)]),
-        Section("again", "Repeat", [*_again(record, config, keys), versions, _files(folder)]),
+        Section(
+            "again", "Repeat", [*_repeat_commands(record, config, keys), versions, _files(folder)]
+        ),
     ]
     return render("Run", title, lead, sections, links=links, frozen=frozen_run(folder))
 
@@ -351,7 +369,7 @@ def run_page(folder: Path, links: str) -> str:
 _MARKED = "Non-default values are highlighted. Defaults of the dataset are shown with their values."
 
 
-def _again(
+def _repeat_commands(
     record: RunRecord, config: Mapping[str, Value], keys: Mapping[str, tuple[Value, str]]
 ) -> list[str | Command]:
     """Return the commands that repeat a run."""

@@ -58,7 +58,7 @@ class Streams:
     Parameters
     ----------
     room : Callable
-        Takes a time, and returns for how many seconds changes from then on count as one.
+        Returns, for a time, the seconds within which later changes count as one.
     """
 
     def __init__(self, room: Callable[[float], float]) -> None:
@@ -70,11 +70,11 @@ class Streams:
         self._since = self._until = 0.0
 
     def observe(self, placed: Placement) -> Iterator[Epoch]:
-        """Take a change of a client's clusters; yield the epoch before it, if that is complete."""
+        """Process a change of a client's clusters; yield the epoch before it, if complete."""
         yield from self.complete(placed.time)
         if not self._before:
             self._since = placed.time
-            # The first clusters are no change.
+            # Initial clusters do not count as a change.
             self._until = placed.time + (self._room(placed.time) if self._bands else 0.0)
         self._before.setdefault(placed.client, self._weights.get(placed.client, {}))
         self._weights[placed.client] = placed.weights
@@ -144,7 +144,7 @@ def extent(epochs: Iterable[Epoch]) -> tuple[float, float]:
 
 
 def _moved(before: Weights, after: Weights) -> dict[_Pair, float]:
-    """Return the weights that a client moves between clusters, as little as possible."""
+    """Return the weights that a client moves between clusters, with as few moves as possible."""
     surplus: dict[int | None, float] = {
         k: weight - after.get(k, 0.0) for k, weight in before.items()
     }

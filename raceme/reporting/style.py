@@ -30,7 +30,7 @@ from raceme.records.similarity import evenly_spread
 from raceme.records.summary import Floats
 
 INK = "#22272e"
-PAPER = "#fefefe"  # What is behind a text; unlike white, it is dark on a dark page.
+PAPER = "#fefefe"  # Background of texts: unlike white, it becomes dark on a dark page.
 MUTED = "#7a828c"
 FAINT = "#e6e8eb"
 REJECTED = "#c1121f"
@@ -148,7 +148,7 @@ MOST_ROWS = 120
 
 
 class _ShownFigure(Figure):
-    """A figure that is a picture as the last line of a notebook's cell, without pyplot."""
+    """A figure that a notebook shows as a picture, without pyplot."""
 
     def _repr_png_(self) -> bytes:
         content = BytesIO()
@@ -281,7 +281,7 @@ def heat_map(axes: Axes, values: Floats, low: float, high: float, **how: Any) ->
     return image
 
 
-def say_empty(axes: Axes, text: str) -> None:
+def write_placeholder(axes: Axes, text: str) -> None:
     """Write a text in the middle of an empty figure."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
 
@@ -300,7 +300,7 @@ def first_part(end: float, whole: float, seconds: float, of: str = "") -> str:
 
 
 _LEAST_SPAN = 0.002
-"""Least width of a box, as a share of the axis: a task of a minute is seen in a day."""
+"""Least width of a box, as a share of the axis, so that a task of a minute is visible in a day."""
 
 
 def draw_spans(
@@ -404,7 +404,7 @@ class ChangePoint:
     steps: tuple[int, int]
 
     @property
-    def whose(self) -> str:
+    def affected_clients(self) -> str:
         """The affected clients in words."""
         if self.clients is None:
             return "all clients"
@@ -421,7 +421,7 @@ class ChangePoint:
         """Label of its mark."""
         low, high = self.steps
         step = f"step{'' if low == high else 's'} {self.step}"
-        return step if self.clients is None else f"{self.whose}: {step}"
+        return step if self.clients is None else f"{self.affected_clients}: {step}"
 
 
 def change_points(changes: Sequence[DataChanged]) -> list[ChangePoint]:

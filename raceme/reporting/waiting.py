@@ -40,10 +40,10 @@ from raceme.reporting.style import (
     first_part,
     new_figure,
     one_axes,
-    say_empty,
     style,
     time_axis,
     time_unit,
+    write_placeholder,
 )
 
 # -----------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("virtual time", _time(summary)),
         ("without waiting", f"{duration(summary['without_waiting'])} for the same work"),
         ("devices", _shares(summary)),
-        *_waited_for(summary),
+        *_most_awaited(summary),
         ("messages", f"{summary['messages']:,}{f' ({kinds})' if kinds else ''}"),
         *_failure_lines(summary),
         (
@@ -109,7 +109,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 or not share else "<1%"
 
 
-def _waited_for(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _most_awaited(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name the devices that the others waited for longest."""
     most = list(summary["most_waited_for"].items())[:_SHOWN]
     if not most:
@@ -153,7 +153,7 @@ def timeline_figure(fleet: FleetRecord) -> Figure:
     axes.set_title(f"Devices at work, and those others waited for{part}")
     _rows_axis(axes, order, len(fleet.clients))
     if not tasks:
-        say_empty(axes, "no message took any time")
+        write_placeholder(axes, "no message took any time")
         return figure
     late = {
         (client, float(moment))
@@ -193,7 +193,7 @@ def waiting_figure(fleet: FleetRecord, accounts: Sequence[ClientAccount]) -> Fig
     left.set_title("Where the time went")
     _rows_axis(left, order, len(fleet.clients))
     if not order or not fleet.end:
-        say_empty(left, "no time has passed")
+        write_placeholder(left, "no time has passed")
         return figure
     places = np.arange(len(order))
     start = np.zeros(len(order))
@@ -214,7 +214,7 @@ def waiting_figure(fleet: FleetRecord, accounts: Sequence[ClientAccount]) -> Fig
     right.tick_params(axis="y", length=0)
     if not held_up.any():
         right.set_xlim(0.0, 1.0)
-        say_empty(right, "no device waited for another")
+        write_placeholder(right, "no device waited for another")
     handles, _ = left.get_legend_handles_labels()
     if fleet.offline:
         # The remaining time.

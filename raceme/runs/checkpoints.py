@@ -34,8 +34,8 @@ from raceme.core.events import Ending, Event, RunEnded
 from raceme.core.files import (
     ReadingError,
     atomic_write,
+    check_memory,
     check_regular,
-    check_room,
     flush,
     parse_json,
 )
@@ -116,7 +116,7 @@ def read_tree(path: Path) -> tuple[Any, dict[str, str]]:
     """
     try:
         check_regular(path)
-        check_room(path.stat().st_size, f"The checkpoint {path}")
+        check_memory(path.stat().st_size, f"The checkpoint {path}")
         # The reader has checked the header's sizes against the file.
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
@@ -335,7 +335,7 @@ _FREE = (
     "target-accuracy",
     "vectorised",
 )
-"""Keys that may differ on resumption, because they do not affect the past of the run."""
+"""Keys that may differ on resumption, because they do not affect the run up to the checkpoint."""
 
 _LEAST_SECONDS, _COSTS = 10.0, 50.0
 """Default interval of checkpoints on real devices: at least so many seconds, and so many times the
@@ -417,7 +417,7 @@ class Checkpointer:
         self._saved_updates = self._progress.updates if resumed else -1
         self._saved_at = wall_time()
         self.failure = ""
-        # Of the start, when the modules were imported.
+        # Computed at the start, when the modules are imported.
         self.code = code_of(config.to_mapping())
 
     def stop_check(self) -> str:
@@ -539,7 +539,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     def check(tree: Any, note: Mapping[str, str]) -> str:
         reason = _unfit(tree, note, config)
         if not reason and (command := note.get("command", here)) != here:
-            reason = f"it is of a run of `{command}`: resume it with that"
+            reason = f"it belongs to a run of `{command}`: resume it with that command"
         if reason:
             return reason
         try:
@@ -557,7 +557,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     tree, path = folder.load(check)
     if resumable is not None:
         try:
-            # Of real devices their owners decide.
+            # On real devices their owners decide.
             if timeline_of(grid).is_virtual:
                 check_work(saved_messages(tree["grid"]), path, config)
             resumable.load_state_dict(tree["grid"])
@@ -587,7 +587,7 @@ def check_work(messages: Iterable[Message], path: Path, config: RunConfig) -> No
     Raises
     ------
     UserError
-        One is neither.
+        A function is neither.
     """
     own = {name.partition(":")[0] for name in imported_by(config.to_mapping()).values()}
     found = {name for message in messages for name in functions_in(message)}
@@ -606,7 +606,7 @@ def resuming(path: Path, progress: Progress) -> Iterator[None]:
     path : Path
         The checkpoint from which the run resumes.
     progress : Progress
-        Of the resumed strategy.
+        Progress of the resumed strategy.
     """
     updates = progress.updates
     try:
@@ -693,7 +693,7 @@ def _described(error: Exception) -> str:
 
 def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
     """Return how two configurations differ, or an empty text."""
-    # A key that there was not when the checkpoint was written had its default.
+    # A key that did not exist when the checkpoint was written had its default.
     known = keys_of(here)
     there = {**{key: known[key].default for key in here.keys() & known.keys()}, **there}
     differences = [

@@ -32,7 +32,7 @@ from raceme.core.events import (
     Observer,
     Warned,
 )
-from raceme.core.files import whole_path
+from raceme.core.files import absolute_text
 from raceme.core.identities import BoundToKeys
 from raceme.core.labels import Labels
 from raceme.core.limits import Limits
@@ -50,13 +50,12 @@ from raceme.records.folder import (
     begin,
     failure_recorded,
     forget_end,
-    given_up_if_it_fails,
     log_file,
     new_folder,
     only_writer,
+    removed_on_failure,
     resumed_folder,
 )
-from raceme.records.record import WallTimes
 from raceme.records.store import RunStore, each_event
 from raceme.records.summary import RunSummary
 from raceme.runs.checkpoints import Checkpointer, CheckpointFolder, restore, resuming
@@ -88,7 +87,7 @@ from raceme.training.local import LARGEST_SHIFT
 log = logging.getLogger("raceme.run")
 
 _CLIENT_APP = "raceme.client_app:app"
-_ATTACKED_APP = "raceme.simulation.attacks:app"
+_ATTACKED_APP = "raceme.simulation.attackers:app"
 _WRITER_SECONDS = 30.0
 """Time after which a server app whose SuperLink died has released its folder."""
 
@@ -147,7 +146,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _made(config: RunConfig) -> Method:
-    """Make the method itself."""
+    """Create the method of a configuration."""
     made: Method = STRATEGIES.make(config.strategy, config.parameters(), seed=config.seed)
     return made
 
@@ -206,7 +205,7 @@ def check_parts(config: RunConfig) -> None:
     Raises
     ------
     UserError
-        They are not.
+        A part is invalid.
     """
     fleet(config.devices, config.num_clients, config.seed)
     datasets.true_groups(config)
@@ -218,7 +217,7 @@ def check_parts(config: RunConfig) -> None:
 
 
 def check_validation(config: RunConfig, strategy: Method) -> None:
-    """Raise UserError if a simulated client keeps too few samples for what the method compares."""
+    """Raise UserError if a simulated client keeps too few validation samples for the method."""
     if strategy.needs.validation:
         share = config.validation_share
         share = DEFAULT_VALIDATION_SHARE if share is None else share
@@ -227,12 +226,12 @@ def check_validation(config: RunConfig, strategy: Method) -> None:
 
 
 def fitted(config: RunConfig, strategy: Method) -> tuple[ArrayRecord, ModelProbe | None]:
-    """Return the initial model and the proxy sets of a run, which fit the method.
+    """Return the initial model and the proxy sets of a run, checked against the method.
 
     Raises
     ------
     UserError
-        They do not, or the model does not exist or does not fit the data.
+        They do not fit, or the model does not exist or does not fit the data.
     """
     initial = models.initial_arrays(config)
     spec = ModelSpec.of(initial)
@@ -313,7 +312,7 @@ def _client_names(config: RunConfig) -> Sequence[str]:
 
 
 _LOGGERS = ("raceme", "raceme.run", "raceme.defaults")
-"""Loggers whose warnings are events of the run; those of the machine have other ones."""
+"""Loggers whose warnings become events of the run; warnings about the machine have others."""
 
 
 class RunWarnings(logging.Handler):
@@ -322,9 +321,9 @@ class RunWarnings(logging.Handler):
     Attributes
     ----------
     texts : dict[str, None]
-        Those that are not yet events, in order.
+        Warnings that are not events yet, in order.
     known : set[str]
-        Those that are.
+        Warnings that have become events.
     """
 
     def __init__(self) -> None:
@@ -333,7 +332,7 @@ class RunWarnings(logging.Handler):
         self.known: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning; errors concern files and the machine."""
+        """Store a warning; errors are left out, as they concern files and the machine."""
         text = one_line(record.getMessage())
         if record.levelno == self.level and record.name in _LOGGERS:
             self.texts[text] = None
@@ -343,7 +342,7 @@ class RunWarnings(logging.Handler):
         while self.texts:
             text = next(iter(self.texts))
             del self.texts[text]
-            # A resumed run warns again.
+            # A resumed run repeats its warnings.
             if text not in self.known:
                 self.known.add(text)
                 yield Warned(time, text)
@@ -418,19 +417,19 @@ _NO_ATTACK = "attack is for simulated clients: leave it out on real devices."
 
 
 def check_fleet(config: RunConfig, strategy: Method, devices: int = 0) -> None:
-    """Check that a method fits the size of the fleet, and warn where it is of little use.
+    """Check that a method fits the size of the fleet, and warn if it is of little use there.
 
     Parameters
     ----------
     config, strategy
         The run's.
     devices : int
-        Real devices that are expected at least; 0: a simulation, which has ``config.num_clients``.
+        Least expected number of real devices; 0 for a simulation, which has ``config.num_clients``.
 
     Raises
     ------
     UserError
-        The hyper-parameters do not fit the number of clients, or real devices are to attack.
+        The hyper-parameters do not fit the number of clients, or an attack is set for real devices.
     """
     try:
         strategy.check(max(config.num_clients, devices))
@@ -464,7 +463,7 @@ def _warn_of_late_changes(config: RunConfig, strategy: Method, grid: Grid) -> No
     if config.attack != NONE:
         what, attack = f"attack {config.attack}", attack_of(config)
         join, first = attack.options.attackers_join, attack.first(planned_requests(config))
-        # What is counted: requests from 0, of which the last ones bring no update, or rounds.
+        # Attacks count requests from 0, the last of which bring no update, or rounds.
         unit = "requests" if strategy.scheduling.rounds is None else "rounds"
         _warn_if_late(what, "attackers-join", join, "seconds", config, strategy, grid)
         _warn_if_late(what, "attack-start", first, unit, config, strategy, grid)
@@ -483,7 +482,7 @@ def _warn_if_late(
     """Warn if a change begins after the end of the run, according to limits and devices."""
     most, rounds = config.max_updates or math.inf, config.max_rounds
     all_updates = plural(config.max_updates or 0, "update")
-    # At the end a request of each other client is open. A round has one update at least.
+    # At the end each other client has an open request. A round has at least one update.
     limit, end_of = {
         "requests": (most + config.num_clients - 2, all_updates),
         "rounds": (rounds, plural(rounds, "round")) if rounds else (most, all_updates),
@@ -534,7 +533,7 @@ def _estimated_end(config: RunConfig, strategy: Method, grid: Grid) -> float:
 
 
 def _check_resumed_limit(config: RunConfig) -> None:
-    """Refuse a limit below the updates of the run, the last of which would be dropped.
+    """Refuse a limit below the run's number of updates, whose last ones would be dropped.
 
     Raises
     ------
@@ -546,7 +545,8 @@ def _check_resumed_limit(config: RunConfig) -> None:
         done = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["updates"])
         before = read_toml(folder / CONFIG).get("max-updates")
     except (OSError, ValueError, KeyError):
-        # A missing or unreadable file is reported where it is needed; a crash leaves no summary.
+        # A missing or unreadable file is reported later, when it is needed; a crash leaves no
+        # summary.
         return
     # Rounds may exceed the limit, so the same limit is valid.
     if config.max_updates and config.max_updates < done and config.max_updates != before:
@@ -620,7 +620,7 @@ def execute(
         # The server's matrices are small: threads of the linear algebra library would compete with
         # training for cores.
         if restored is None or restored.path is None:
-            with nullcontext() if restored else given_up_if_it_fails(out), threadpool_limits(1):
+            with nullcontext() if restored else removed_on_failure(out), threadpool_limits(1):
                 starts = starts_of(config, initial)
                 store = RunStore(out, after=0 if restored else None)
         else:
@@ -635,14 +635,11 @@ def execute(
             if restored:
                 for event in each_event(out):
                     summary.observe(event)
-                    trackers.recall(event)
+                    trackers.replay(event)
                 warned.known.update(summary.warnings)
             after = None
             if restored:
                 after = summary.time if restored.events else -math.inf
-            if is_virtual:
-                # On real devices the run's time is wall time.
-                listening.append(WallTimes(out, wall_time, after).observe)
             observing = [feature.observer(out, after) for feature in strategy.features]
             listening += filter(None, observing)
 
@@ -728,7 +725,7 @@ def _further_result(
     if code:
         found["code"] = code
     if keys := own_keys(config):
-        # A page of the run does not import them.
+        # Recorded here, as a page of the run does not import users' modules.
         found["own_keys"] = {
             name: {"default": key.default, "help": key.help} for name, key in keys.items()
         }
@@ -744,7 +741,7 @@ def _further_result(
 
 
 def _stacked_result(grid: Grid) -> dict[str, float]:
-    """Return how many clients worked at once on average, if they were stacked."""
+    """Return the mean number of clients that were trained at once, if they were stacked."""
     mean = grid.mean_batch if isinstance(grid, VirtualGrid) else None
     return {} if mean is None else {"mean_batch": mean}
 
@@ -800,8 +797,8 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
 def _resolved_devices(devices: str) -> str:
     """Make the path in a device profile absolute, if any."""
     if devices.startswith(PREFIX):
-        return PREFIX + whole_path(devices.removeprefix(PREFIX))
-    return whole_path(devices) if devices.endswith(".toml") else devices
+        return PREFIX + absolute_text(devices.removeprefix(PREFIX))
+    return absolute_text(devices) if devices.endswith(".toml") else devices
 
 
 # -----------------------------------------------------------------------------

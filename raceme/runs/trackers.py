@@ -440,7 +440,7 @@ class TrackerObserver(EventHandler):
     def __exit__(self, *error: object) -> None:
         self._each(lambda tracker: tracker.close(failed=not self._ended))
 
-    def recall(self, event: Event) -> None:
+    def replay(self, event: Event) -> None:
         """Process an event from before the resumption, which trackers have already."""
         self._measurements(event)
 

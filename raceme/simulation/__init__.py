@@ -54,8 +54,8 @@ def executor_for(
         parallel runs. ``"ray"`` or ``"ray://HEAD:PORT"`` uses a Ray cluster; see
         :class:`~raceme.simulation.ray_cluster.Cluster`.
     device : str
-        ``"cpu"`` or ``"cuda"``. On the latter all clients train together: in this process, or on
-        each GPU of the Ray cluster those that it is in charge of.
+        ``"cpu"`` or ``"cuda"``. On the latter all clients train together: in this process, or
+        divided among the GPUs of the Ray cluster.
     vectorised : bool
         Train all clients together on a CPU too.
     seconds : Callable, optional
@@ -72,8 +72,8 @@ def executor_for(
     Raises
     ------
     UserError
-        There is no such device or cluster, or `workers` is none of these; a precision for a GPU
-        without one.
+        There is no such device or cluster, `workers` is invalid, or a precision is given without a
+        GPU.
     """
     if precision != "float32" and device != "cuda":
         raise UserError(f"--precision {precision} is for --device cuda.")
@@ -98,7 +98,7 @@ def prepare(workers: str | int) -> None:
 
 
 def is_ray(workers: str) -> bool:
-    """Return whether work is for the actors of a Ray cluster."""
+    """Return whether a Ray cluster does the work."""
     return workers == _RAY or workers.startswith(_RAY_ADDRESS)
 
 
@@ -132,7 +132,7 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     times = []
-    # The first step is slower than all others.
+    # The first step, which is slower than all others, is not timed.
     for _ in range(1 + _TIMED_STEPS):
         start = time.perf_counter()
         step(network, x, y, lr=0.0)

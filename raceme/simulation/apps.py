@@ -7,7 +7,6 @@ import logging
 import math
 import re
 import shlex
-import signal
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from flwr.app import Context, Message, MessageType, RecordDict
@@ -37,7 +35,6 @@ from raceme.core.messages import CONFIG, KIND, category
 from raceme.core.options import SECONDS, Value, convert, option
 from raceme.core.registry import STRATEGIES
 from raceme.core.scheduling import FlowerArguments
-from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.source import own_randomness, seed_process, without_operators
 from raceme.flower import app as compat
@@ -164,11 +161,11 @@ class FlowerApp:
         )
 
     def _dropped(self, name: str) -> UserError:
-        """Return the error for what the installed release of Flower does not have."""
+        """Return the error for a name that the installed release of Flower does not have."""
         return UserError(
             f"The app in {self.folder} imports '{name}', which Flower {installed_flower()[1]} does "
-            "not have: import what has taken its place, or install the release of Flower that the "
-            "app was written for."
+            f"not have: import its replacement, or install the release of Flower that the app was "
+            f"written for."
         )
 
 
@@ -195,10 +192,10 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
         known = compat.default_config(project)
     except FileNotFoundError:
         raise UserError(
-            f"{folder} is no Flower app: it has no pyproject.toml. `flwr new` makes an app."
+            f"{folder} is not a Flower app: it has no pyproject.toml. `flwr new` makes an app."
         ) from None
     except (ValueError, OSError) as error:
-        raise UserError(f"{folder} is no Flower app: {one_line(error)}") from None
+        raise UserError(f"{folder} is not a Flower app: {one_line(error)}") from None
     components = project["tool"]["flwr"]["app"]["components"]
     if not all(isinstance(components.get(name), str) for name in ("serverapp", "clientapp")):
         raise UserError(
@@ -319,7 +316,7 @@ def arguments_of(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _not_kept(strategy: Strategy) -> list[str]:
+def _ignored_settings(strategy: Strategy) -> list[str]:
     """Return the settings of an app's strategy that its replacement ignores."""
     kind, shared = type(strategy), {item.name for item in fields(FlowerArguments)}
     arguments = [name for name in inspect.signature(kind).parameters if name in vars(strategy)]
@@ -347,12 +344,16 @@ def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Itera
     """
     methods: list[Method] = []
 
-    def instead_of(start: Callable[..., Any]) -> Callable[..., Any]:
+    def replaced_start(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(start)
         def instead(strategy: Strategy, *arguments: Any, **named: Any) -> Any:
             if any(strategy is method for method in methods):
                 return start(strategy, *arguments, **named)
-            kind, kept, lost = type(strategy).__name__, arguments_of(strategy), _not_kept(strategy)
+            kind, kept, lost = (
+                type(strategy).__name__,
+                arguments_of(strategy),
+                _ignored_settings(strategy),
+            )
             try:
                 method = make(**kept)
             except UserError as error:
@@ -375,18 +376,18 @@ def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Itera
         return instead
 
     with ExitStack() as patches:
-        for kind in dict.fromkeys(_kinds(Strategy)):
-            instead = {"start": instead_of(kind.__dict__["start"])}
+        for kind in dict.fromkeys(_classes_with_start(Strategy)):
+            instead = {"start": replaced_start(kind.__dict__["start"])}
             patches.enter_context(compat.patched(kind, instead))
         yield methods
 
 
-def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
+def _classes_with_start(kind: type[Any]) -> Iterator[type[Any]]:
     """Yield a class and its subclasses that define `start`."""
     if "start" in kind.__dict__:
         yield kind
     for derived in kind.__subclasses__():
-        yield from _kinds(derived)
+        yield from _classes_with_start(derived)
 
 
 # -----------------------------------------------------------------------------
@@ -405,7 +406,7 @@ class OtherThreadError(UserError, compat.RunNotRunningException):
     """Raised when another thread than the ServerApp's uses the grid.
 
     Flower's older driver API looks for nodes in a thread of its own, which ends at the second of
-    these exceptions. It looks for them before each use as well, in the thread of the ServerApp.
+    these exceptions. Before each use it also looks for them in the thread of the ServerApp.
     """
 
 
@@ -467,13 +468,13 @@ class AppGrid(VirtualGrid):
         return self._depth > 0
 
     @property
-    def is_still(self) -> bool:
+    def has_no_pending_events(self) -> bool:
         """Whether nothing more happens unless messages are sent."""
         return not self._queue
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages to their nodes at the current time."""
-        # A generator of the app makes them lazily, which is the app's work.
+        # Made here, since a generator of the app runs the app's code.
         messages = list(messages)
         with self._work():
             if messages:
@@ -586,7 +587,7 @@ class AppGrid(VirtualGrid):
             Too many.
         """
         self._futile += 1
-        most = _MOST_ASKS if self.is_still else _MOST_ASKS_OF_CHANGING
+        most = _MOST_ASKS if self.has_no_pending_events else _MOST_ASKS_OF_CHANGING
         if self._futile > most:
             raise Halted(
                 f"the ServerApp would never return: it has asked {self._futile - 1:,} times in a "
@@ -598,8 +599,8 @@ class AppGrid(VirtualGrid):
 # The clock that a ServerApp reads: Python's own functions of time, on virtual time.
 #
 # While the ServerApp runs, `time.sleep` moves the virtual clock, and `time.time`, `time.monotonic`
-# and `time.perf_counter` read it, for code of the app itself and of Flower's strategies. All others
-# (a library that waits for a socket, a ClientApp that measures itself) have the machine's clock.
+# and `time.perf_counter` read it, for code of the app itself and of Flower's strategies. All other
+# code (a library that waits for a socket, a ClientApp that measures time) uses the machine's clock.
 # -----------------------------------------------------------------------------
 
 
@@ -715,7 +716,7 @@ class AppClock:
         """
         grid = self.grid
         assert grid is not None, "a strategy has been given one"
-        if grid.is_still:
+        if grid.has_no_pending_events:
             online = len(list(grid.get_node_ids()))
             raise Halted(
                 "the ServerApp would never return: its strategy waits for more clients than the "
@@ -784,7 +785,7 @@ class CostLearningExecutor:
         self._open: dict[str, tuple[Message, Context, float]] = {}
 
     def cost(self, message: Message, context: Context, examples: int) -> Workload | None:
-        """Return what a message costs the device of the client that it is sent to.
+        """Return the cost of a message for the receiving client's device.
 
         Raises
         ------
@@ -800,7 +801,7 @@ class CostLearningExecutor:
         known = self._bytes_up.get((node, kind, stage))
         bytes_up = (size if kind == MessageType.TRAIN else 0) if known is None else known
         if stage not in ("", compat.TRAINING_STAGE):
-            # Keys and shares are exchanged, and nothing is trained.
+            # Stages that exchange keys and shares do not train.
             return Workload(bytes_down=size, bytes_up=bytes_up, scale=0.0, examples=0)
         if self._per_sample[node] and self._examples is None and node not in self._stated:
             self._compute_early(message, context)
@@ -838,7 +839,7 @@ class CostLearningExecutor:
             # Another message has changed the client's state meanwhile.
             self._executor.submit(message, context, due)
             reply = self._executor.result(message_id)
-        self._learn(message, reply)
+        self._record_reply(message, reply)
         return reply
 
     def cancel(self, message_id: str) -> None:
@@ -861,9 +862,9 @@ class CostLearningExecutor:
         # The client may have modified its message and may have to repeat the work.
         message.content = content
         self._early[message_id] = _Early(before, reply, early.state)
-        self._learn(message, reply)
+        self._record_reply(message, reply)
 
-    def _learn(self, message: Message, reply: Message) -> None:
+    def _record_reply(self, message: Message, reply: Message) -> None:
         """Learn from a client's reply."""
         if reply.has_error():
             return
@@ -942,8 +943,6 @@ class Settings:
         Output folder; by default a new one.
     max_time : float
         Virtual time in seconds at which the ServerApp is ended.
-    max_wall_time : float
-        Wall time in seconds at which the ServerApp is ended.
     examples : int or None
         Training examples of each client, for profiles with times per sample; None: from replies.
     evaluation_share : float or None
@@ -954,7 +953,7 @@ class Settings:
     Raises
     ------
     UserError
-        A number or a text is none, or out of its range.
+        A value has the wrong type, or is out of its range.
     """
 
     folder: Path
@@ -967,7 +966,6 @@ class Settings:
     seed: int = option(0, "seed", low=0)
     out: Path | None = None
     max_time: float = option(math.inf, "limit of virtual time", unit=SECONDS, above=0)
-    max_wall_time: float = option(math.inf, "limit of wall time", unit=SECONDS, above=0)
     examples: int | None = option(None, "training examples of each client", low=1)
     evaluation_share: float | None = option(None, "time of an evaluation", low=0)
     node_config: tuple[str, ...] = ()
@@ -1004,9 +1002,9 @@ class Simulated:
     fleet : Fleet
         Tasks of every client with the times of sending, start, end and reply.
     ending : AppEnding
-        Whether the ServerApp returned, raised, or was ended.
+        Whether the ServerApp returned, raised an exception, or was ended.
     reason : str
-        Why it did not return; empty if it did.
+        Reason if it did not return, else empty.
     wall_time : float
         Duration in seconds on this machine.
     """
@@ -1080,8 +1078,7 @@ def simulate(settings: Settings) -> Simulated:
         # Random numbers drawn while importing do not count.
         seed_process([settings.seed, _SERVER])
         context = compat.server_context(grid.run.run_id, app.run_config)
-        with _wall_limit(settings.max_wall_time):
-            ending, reason = call_server(app, lambda: server_app(grid, context))
+        ending, reason = call_server(app, lambda: server_app(grid, context))
         if grid.check_training is not None and ending is AppEnding.RETURNED:
             grid.check_training()
         for exchange in grid.unanswered():
@@ -1143,27 +1140,6 @@ def _show(error: Exception, folder: Path) -> None:
         own = own.tb_next
     sys.stdout.flush()
     traceback.print_exception(type(error), error, own or frames)
-
-
-@contextmanager
-def _wall_limit(seconds: float) -> Iterator[None]:
-    """Halt the body after some seconds of wall time."""
-    if seconds == math.inf:
-        yield
-        return
-
-    def halt(number: int, frame: FrameType | None) -> None:
-        raise Halted(
-            f"the ServerApp had not returned after {seconds:g} s of this machine's time "
-            "(--max-wall-time)"
-        )
-
-    with handled_by(halt, signal.SIGALRM):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 # -----------------------------------------------------------------------------

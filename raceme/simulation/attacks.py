@@ -1,4 +1,4 @@
-"""Attacks of simulated clients, for experiments: the attackers, and their updates.
+"""Attacks of simulated clients, for experiments: who attacks, and what they send.
 
 Attackers are drawn from the seed of the run by a generator of their own, so that honest clients
 draw the same numbers as without attackers.
@@ -11,40 +11,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
-from zlib import crc32
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ConfigRecord
 from numpy.typing import NDArray
 
-from raceme import client_app, datasets
+from raceme import datasets
+from raceme.core.clusters import unit
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, plural
 from raceme.core.messages import (
     ACCURACIES,
     ALL_EXAMPLES,
-    ARRAYS,
     BACKDOOR_SUCCESS,
     CHOSEN,
-    EVALUATE,
-    HALF,
     LABEL_COUNTS,
     LOSSES,
-    METRICS,
     NUM_EXAMPLES,
     SHARES,
-    TEST_STEPS,
-    ModelSpec,
-    Role,
     Vector,
-    candidate,
-    category,
 )
 from raceme.core.options import option
 from raceme.core.registry import ATTACKS
@@ -52,20 +41,18 @@ from raceme.datasets.source import DataShape, Labels, generator
 from raceme.simulation.devices import Device
 from raceme.simulation.virtual_grid import Node
 from raceme.strategies.fedrc import LABEL_MASSES
-from raceme.training.clients import LocalClient
-from raceme.training.models import Samples
-from raceme.training.work import ClientWork, Metric, WorkResult, answer_to
+
+if TYPE_CHECKING:
+    # torch is not imported to read or check the options of attacks.
+    from raceme.training.models import Samples
+    from raceme.training.work import WorkResult
 
 NONE = "none"
 EVENLY = "evenly"
 ONE_GROUP = "one-group"
 OWN_GROUP = "group"
 
-_ATTACKERS, _POISONED, _VICTIMS, _PUSH = "attackers", "poisoned", "victims", "push"
-_FIRST_MODEL = "attack-first-model"
-"""Record of an attacker's state: the first model that it received."""
-_MOST_KNOWN = 10
-"""Honest clients whose updates an informed attacker knows at most: it trains for each of them."""
+_ATTACKERS, _VICTIMS = "attackers", "victims"
 _CLAIMED = 1000
 """Examples that a lying attacker states for each that it has."""
 
@@ -208,7 +195,7 @@ class Attack:
 
     def victims(self, config: RunConfig, own: int) -> list[int]:
         """Return the honest clients of which an attacker mimics the first."""
-        groups, honest = datasets.true_groups(config), _honest(config, own)
+        groups, honest = datasets.true_groups(config), honest_clients(config, own)
         return [number for number in honest if groups[number] != groups[own]] or honest
 
     def device(self, own: Device, number: int) -> Device:
@@ -304,7 +291,7 @@ class NoAttack(Attack):
     options_type = None
 
 
-class Scale(Attack):
+class ScaleAttack(Attack):
     """Attackers send their update multiplied by 1000, or by attack-factor."""
 
     options_type = ScaleOptions
@@ -371,7 +358,7 @@ class EdgeAnti(Attack):
 
     def direction(self, honest: NDArray[np.float32], push: Vector) -> Vector:
         """Return the direction of the update, of length 1."""
-        return -_unit(honest.mean(axis=0))
+        return -unit(honest.mean(axis=0))
 
 
 class EdgePush(EdgeAnti):
@@ -409,7 +396,7 @@ class MinMax(Attack):
     ) -> Vector:
         """Return the mean, moved against its own direction as far as the distances allow."""
         mean = honest.mean(axis=0)
-        away = -_unit(mean)
+        away = -unit(mean)
         # |mean + γ away − h|² = γ² + 2 γ away · (mean − h) + |mean − h|², the most of which is even
         # with a bound at the least root of these; min-sum adds them up first.
         apart = np.array([self.least(np.sum((honest - one) ** 2, axis=1)) for one in honest])
@@ -479,7 +466,7 @@ def _exchanged(values: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(values.max() + values.min() - values, values.dtype)
 
 
-class Noise(Attack):
+class NoiseAttack(Attack):
     """Attackers add Gaussian noise to each weight, of 0.2 lengths of their update (BASGD's)."""
 
     options_type = NoiseAttackOptions
@@ -513,7 +500,7 @@ class Backdoor(Attack):
     def samples(self, own: Samples, num_classes: int, rng: np.random.Generator) -> Samples:
         """Return the samples with trigger and target on a random share of them."""
         count = round(self.options.attack_poisoned * len(own))
-        return self._with_trigger(own, torch.from_numpy(rng.permutation(len(own))[:count]))
+        return self._with_trigger(own, rng.permutation(len(own))[:count])
 
     def update(self, delta: Vector, rng: np.random.Generator) -> Vector:
         """Return Δ times the boost."""
@@ -522,9 +509,9 @@ class Backdoor(Attack):
     def triggered(self, own: Samples) -> Samples | None:
         """Return the samples of other classes than the target, with trigger and target."""
         others = own.where((own.y != self.options.attack_target).numpy())
-        return self._with_trigger(others, torch.arange(len(others))) if len(others) else None
+        return self._with_trigger(others, np.arange(len(others))) if len(others) else None
 
-    def _with_trigger(self, own: Samples, at: torch.Tensor) -> Samples:
+    def _with_trigger(self, own: Samples, at: NDArray[np.int64]) -> Samples:
         """Return samples of which those at some positions have trigger and target."""
         poisoned = own.where(np.ones(len(own), bool))
         x, y = poisoned.shaped(poisoned.x), poisoned.y
@@ -617,166 +604,13 @@ def _evenly(order: Sequence[int], groups: Sequence[int | None]) -> list[int]:
     return sorted(order, key=lambda client: place[client])
 
 
-# -----------------------------------------------------------------------------
-# The ClientApp of a simulation in which some clients attack. Honest clients answer as in any other
-# run, but for tests of a backdoor, and an attacker's evaluation is honest too.
-# -----------------------------------------------------------------------------
-
-
-app = ClientApp()
-
-
-def _respond(
-    honestly: Callable[[Message, Context], Message], message: Message, context: Context
-) -> Message:
-    work = client_app.work_of(message, context)
-    config, own = work.client.config, int(context.node_config["partition-id"])
-    attack = attack_of(config)
-    if own not in attackers_of(config):
-        reply = honestly(message, context)
-        if work.kind == EVALUATE and BACKDOOR_SUCCESS in work.settings:
-            reply.content.metric_records[METRICS].update(_success(work, attack))
-        return reply
-    trains = category(message) == MessageType.TRAIN
-    if attack.mimics and trains:
-        work = replace(
-            work, client=_impersonated(attack.victims(config, own)[0], message, context).client
-        )
-    if attack.replays and trains and _FIRST_MODEL not in work.state:
-        work.state[_FIRST_MODEL] = work.models[0]
-    is_spared = HALF in work.settings and not attack.options.attack_probes
-    is_attacked = attack.is_due(work.request, config) and not is_spared
-    if not is_attacked and not attack.mimics:
-        return honestly(message, context)
-    known = _others(config, own) if attack.informed and is_attacked else []
-    honest = (
-        [_change(_impersonated(number, message, context)) for number in known] if trains else []
-    )
-    work = _poisoned_work(work, attack) if is_attacked else work
-    answer = answer_to(work)
-    if answer.model is not None and is_attacked:
-        changes = [change for change in honest if change is not None]
-        answer = _poisoned_answer(work, answer, answer.model, attack, changes)
-    if is_attacked and work.kind not in (EVALUATE, TEST_STEPS):
-        answer = attack.stated(answer, len(work.models) if CHOSEN in answer.told else 1)
-    return client_app.reply_to(message, work, answer)
-
-
-app.train(mods=[client_app.features])(partial(_respond, client_app.train))
-app.evaluate()(partial(_respond, client_app.evaluate))
-app.query()(partial(_respond, client_app.query))
-
-
-def _impersonated(number: int, message: Message, context: Context) -> ClientWork:
-    """Return what a message would ask of another client, which has kept nothing."""
-    node = {**context.node_config, "partition-id": number}
-    run, own = context.run_config, RecordDict()
-    return client_app.work_of(message, Context(context.run_id, context.node_id, node, own, run))
-
-
 def evaluation_settings(config: RunConfig) -> ConfigRecord:
     """Return the settings of tests: in a backdoor's run, to measure its success as well."""
     has_success = type(attack_of(config)).triggered is not Attack.triggered
     return ConfigRecord({BACKDOOR_SUCCESS: True} if has_success else {})
 
 
-def _success(work: ClientWork, attack: Attack) -> dict[str, Metric]:
-    """Return the success of an attack in the model that a client is tested with, as a metric.
-
-    Empty if the client has no samples to trigger.
-    """
-    client = work.client
-    if (triggered := attack.triggered(client.test)) is None:
-        return {}
-    answer = answer_to(replace(work, client=replace(client, test=triggered, _divided={})))
-    return {BACKDOOR_SUCCESS: answer.metrics[client.network.objective.measure.name]}
-
-
-def _change(work: ClientWork) -> Vector | None:
-    """Return the weights of an honest client's Δ; None if it is not to train."""
-    answer = answer_to(work)
-    if answer.model is None:
-        return None
-    spec = ModelSpec.of(answer.model)
-    return spec.compared(spec.unpack(answer.model) - _received(work, answer.told, spec))
-
-
-def _others(config: RunConfig, own: int) -> list[int]:
-    """Return the honest clients that an informed attacker knows, those of its group first."""
-    groups, honest = datasets.true_groups(config), _honest(config, own)
-    mates = [number for number in honest if groups[number] == groups[own]]
-    knows_all = attack_of(config).options.attack_knows != OWN_GROUP or not mates
-    return (honest if knows_all else mates)[:_MOST_KNOWN]
-
-
-def _honest(config: RunConfig, own: int) -> list[int]:
+def honest_clients(config: RunConfig, own: int) -> list[int]:
     """Return the honest clients, in an order of one attacker's own."""
     order = map(int, generator(config.seed, _VICTIMS, own).permutation(config.num_clients))
     return [number for number in order if number not in attackers_of(config)]
-
-
-def _unit(vector: Vector) -> Vector:
-    """Return a vector at length 1; zeros stay."""
-    return np.asarray(vector / np.float32(np.linalg.norm(vector) or 1.0))
-
-
-def _poisoned_work(work: ClientWork, attack: Attack) -> ClientWork:
-    """Return the work on the labels that an attacker trains on; it is tested on the true ones."""
-
-    def poisoned(client: LocalClient) -> LocalClient:
-        rng = generator(client.config.seed, _POISONED, crc32(client.id.encode()))
-        train, kept = attack.samples(client.train, client.num_classes, rng), client.validation
-        if kept is not None:
-            kept = attack.samples(kept, client.num_classes, rng)
-        return replace(client, train=train, validation=kept, _divided={})
-
-    return replace(
-        work,
-        client=poisoned(work.client),
-        at_step=lambda step: poisoned(work.at_step(step)),
-        steps=tuple(map(poisoned, work.steps)),
-    )
-
-
-def _poisoned_answer(
-    work: ClientWork,
-    answer: WorkResult,
-    model: ArrayRecord,
-    attack: Attack,
-    honest: Sequence[Vector],
-) -> WorkResult:
-    """Return an answer whose model is what an attacker sends.
-
-    Attacks make the weights, as only these are compared; running statistics are those of the model
-    that it trained or replays, and counters stay as they are.
-    """
-    spec = ModelSpec.of(model)
-    sent = spec.unpack(model)
-    if attack.replays:
-        sent = spec.unpack(work.state.array_records[_FIRST_MODEL])
-    received = spec.compared(_received(work, answer.told, spec))
-    seed, size = work.client.config.seed, len(received)
-    rng = np.random.default_rng([*work.entropy, 1])
-    with np.errstate(over="ignore", invalid="ignore"):
-        if attack.informed:
-            push = _unit(generator(seed, _PUSH).standard_normal(size, np.float32))
-            delta = attack.against(np.stack(honest), push, rng)
-        else:
-            delta = attack.update(spec.compared(sent) - received, rng)
-        sent[... if spec.trainable is None else spec.trainable] = received + delta
-    poisoned = spec.pack(sent)
-    for name, role in zip(spec.names, spec.roles, strict=True):
-        if role is Role.COUNTER:
-            poisoned[name] = model[name]
-    return replace(answer, model=poisoned)
-
-
-def _received(work: ClientWork, told: Mapping[str, object], spec: ModelSpec) -> Vector:
-    """Return the model that was trained: of several the chosen one, or else their mean."""
-    records = work.arrays
-    if ARRAYS in records:
-        return spec.unpack(records[ARRAYS])
-    if CHOSEN in told:
-        return spec.unpack(records[candidate(int(str(told[CHOSEN])))])
-    mean = np.mean([spec.unpack(model) for model in work.models], axis=0)
-    return np.asarray(mean, np.float32)

@@ -171,7 +171,7 @@ class Device:
     jitter : float
         Each task's compute time is multiplied by 1 + jitter · u, u uniform in [-1, 1].
     drop : float
-        Probability that a task is lost on the way.
+        Probability that a task is lost in transit.
     online : tuple[tuple[float, float], ...]
         Periods in which the device is online; empty means always. The last may end at infinity.
     mean_online, mean_offline : float
@@ -465,7 +465,7 @@ LOST_BEFORE = "the reply was unusable in the recorded run too"
 AWAY_BEFORE = "the client was away in the recorded run too"
 WENT_OFFLINE, IS_OFFLINE = "the device went offline", "the device is offline"
 AWAY = frozenset({AWAY_BEFORE, WENT_OFFLINE, IS_OFFLINE})
-"""Losses caused by an absent device, which are no failures."""
+"""Losses caused by an absent device, which do not count as failures."""
 
 
 class TaskOutcome(NamedTuple):
@@ -476,7 +476,7 @@ class TaskOutcome(NamedTuple):
     due : float
         Arrival of its reply, in seconds of virtual time.
     lost : str or None
-        Why the reply is an error; None if it is not.
+        Reason of an error reply, else None.
     """
 
     due: float

@@ -170,7 +170,7 @@ class InProcess:
         self._waiting.pop(message_id, None)
 
     def close(self) -> None:
-        """Drop all that is left."""
+        """Drop unfinished work."""
         self._waiting.clear()
 
 
@@ -184,7 +184,7 @@ def answer(
     message : Message
         The request; its id is the number of the message.
     context : Context
-        Of the client that is asked.
+        Context of the answering client.
     seed : int, optional
         Seeds, with client and message, the process's random numbers, for apps that may draw from
         them.
@@ -199,7 +199,9 @@ def answer(
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp must return a Message, got {reply!r}")
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
-            raise ValueError("the ClientApp returned a Message that is no reply to its own")
+            raise ValueError(
+                "the ClientApp returned a Message that is not a reply to the received one"
+            )
         return reply
     except Exception as error:
         where = f" ({line})" if (line := users_line(error)) else ""
@@ -287,7 +289,7 @@ def message_of(head: Mapping[str, Any], content: RecordDict) -> Message:
 
 
 class WorkerRequest(NamedTuple):
-    """A message on its way to a worker.
+    """A message for a worker, as sent.
 
     Attributes
     ----------
@@ -315,7 +317,7 @@ class WorkerRequest(NamedTuple):
 
 
 class Response(NamedTuple):
-    """A reply on its way back.
+    """A worker's reply, as sent.
 
     Attributes
     ----------
@@ -324,7 +326,7 @@ class Response(NamedTuple):
     data : list[bytes] or None
         The arrays' data; None if they are in the request's slot.
     state : Packed or None
-        The client's state; None if it is what it was.
+        The client's state; None if it is unchanged.
     """
 
     message_id: str
@@ -386,7 +388,7 @@ def load(target: str) -> ClientApp:
     Raises
     ------
     Exception
-        Whatever the import raises; TypeError if it is no ClientApp.
+        Any exception of the import; TypeError if the object is not a ClientApp.
     """
     module, _, attribute = target.partition(":")
     app = attrgetter(attribute)(without_operators(lambda: import_module(module)))
@@ -668,7 +670,7 @@ class Pool:
         self._jobs[job.message_id] = job
         self._queue(job)
         self._receive(wait=False)
-        self._hand_out()
+        self._assign_tasks()
 
     def result(self, message_id: str) -> Message:
         """Return the reply to a submitted message; wait for it if necessary.
@@ -685,13 +687,13 @@ class Pool:
                 job.due = -math.inf
                 if job.queued:
                     self._queue(job)
-            self._hand_out(urgent=job)
+            self._assign_tasks(urgent=job)
             self._receive(wait=True)
         reply, state = self._results.pop(message_id)
         del self._jobs[message_id]
         if state is not None:
             job.context.state = state
-        self._hand_out()
+        self._assign_tasks()
         return reply
 
     def cancel(self, message_id: str) -> None:
@@ -706,7 +708,7 @@ class Pool:
                 with suppress(ProcessLookupError):
                     os.kill(worker.process.pid, _END)
         for worker in self._workers:
-            _reap(worker)
+            _end_worker(worker)
         self._selector.close()
         self._workers = []
         self._jobs, self._results, self._waiting = {}, {}, []
@@ -716,7 +718,7 @@ class Pool:
         job.queued = True
         heapq.heappush(self._waiting, (job.due, job.order, job.message_id))
 
-    def _hand_out(self, urgent: PendingReply | None = None) -> None:
+    def _assign_tasks(self, urgent: PendingReply | None = None) -> None:
         """Hand waiting tasks to workers with room, within the bound on results held in advance."""
         while self._waiting:
             due, _, message_id = self._waiting[0]
@@ -817,7 +819,7 @@ class Pool:
         """Replace a worker that died, and queue its tasks again."""
         self._selector.unregister(worker.connection)
         self._selector.unregister(worker.process.sentinel)
-        how, index = _reap(worker), self._workers.index(worker)
+        how, index = _end_worker(worker), self._workers.index(worker)
         del self._workers[index]
         self._failed_starts += not worker.ready
         if self._failed_starts >= MOST_DEATHS:
@@ -849,7 +851,7 @@ class Pool:
             daemon=True,
         )
         try:
-            with _held_back(), script_hidden(self._target):
+            with _blocked_signals(), script_hidden(self._target):
                 process.start()
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or "the process that forks it has ended"
@@ -864,7 +866,7 @@ class Pool:
         return worker
 
 
-def _reap(worker: _Worker) -> str:
+def _end_worker(worker: _Worker) -> str:
     """Wait for a worker to end, and return how it ended."""
     worker.connection.close()
     worker.process.join(_GRACE_SECONDS)
@@ -878,7 +880,7 @@ def _reap(worker: _Worker) -> str:
 
 
 @contextmanager
-def _held_back() -> Iterator[None]:
+def _blocked_signals() -> Iterator[None]:
     """Block signals sent to all processes, so that a process started meanwhile ignores them.
 
     This process receives them afterwards; ignoring them meanwhile would lose them.
@@ -898,7 +900,7 @@ def prepare_processes() -> None:
     Pools do so themselves; calling it before other work saves the wait.
     """
     if _pool_context().get_start_method() == "forkserver":
-        with _held_back():
+        with _blocked_signals():
             forkserver.ensure_running()
 
 

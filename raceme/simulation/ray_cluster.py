@@ -48,7 +48,7 @@ ADDRESS = "ray://"
 
 _CONNECT_SECONDS = 20.0
 _NODE_SECONDS = 300.0
-"""Time limit for a node to report what it has, for which it starts a process and loads data."""
+"""Time limit for a node's report, for which it starts a process and loads data."""
 _PROCESSOR = "processor"
 """Capability of a processor that torch uses, which can change the last digits of sums."""
 _ENVIRONMENT = {
@@ -57,7 +57,7 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Turn off Ray's usage reports and output; variables that are set already are kept."""
+"""Turn off Ray's usage reports and output; existing variables are kept."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals whose handlers are restored: Ray replaces that of SIGTERM."""
 
@@ -188,7 +188,7 @@ def check_nodes(nodes: Mapping[str, str], config: RunConfig | None = None) -> No
     Raises
     ------
     UserError
-        Some differ; the message names each.
+        Some nodes differ; the message names them.
     """
     here = _report(None if config is None else config.to_mapping())
     # Nothing is downloaded there.
@@ -214,7 +214,7 @@ def check_nodes(nodes: Mapping[str, str], config: RunConfig | None = None) -> No
 
 
 def _ask(nodes: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Return what a function returns on each node, by name; a text where it cannot be called."""
+    """Return a function's result on each node, by name; a text for nodes that cannot be called."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -240,7 +240,7 @@ def _ask(nodes: Mapping[str, str], function: Callable[..., Any], *arguments: Any
 
 
 def _prepare(path: Sequence[str], pickled: Mapping[str, bytes]) -> None:
-    """Let the calling process import what the simulator's can."""
+    """Make the simulator's modules importable in the calling process."""
     sys.path[:] = dict.fromkeys([*path, *sys.path])
     define(pickled)
 
@@ -262,7 +262,7 @@ def fingerprint(config: RunConfig) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return an error's first line; Ray's have many."""
-    # What a task has raised, without Ray's own words.
+    # The exception of the task, without Ray's own text.
     error = getattr(error, "cause", None) or error
     text = str(error).strip().partition("\n")[0].rstrip(".:")
     return text or type(error).__name__
@@ -273,7 +273,7 @@ def _report(
     path: Sequence[str] = (),
     pickled: Mapping[str, bytes] | None = None,
 ) -> dict[str, str]:
-    """Return what matters of the machine that calls it: versions, and what it has of a run's data.
+    """Return a description of the calling machine: versions, and the fingerprint of a run's data.
 
     The sources of Raceme have a digest, as two checkouts of the same version may differ.
     """
@@ -445,7 +445,7 @@ class RayTasks:
         try:
             response: Response | str = ray.get(job.reference, timeout=self._patience)
         except ray.exceptions.RayTaskError:
-            # Not explained by the end of a process.
+            # Errors other than the end of a process are raised.
             raise
         except ray.exceptions.GetTimeoutError:
             raise UserError(
@@ -461,7 +461,7 @@ class RayTasks:
                     "reason is a lack of memory: start nodes with fewer CPUs (ray start "
                     f"--num-cpus). Ray says: {how}."
                 ) from None
-            log.warning("Ray lost work and repeats it elsewhere: %s.", how)
+            log.warning("Ray lost work and repeats it on another node: %s.", how)
             return None
         if isinstance(response, str):
             raise UserError(f"Ray's processes cannot load the ClientApp: {response}")
@@ -477,10 +477,9 @@ class RayTasks:
 class RayStacks:
     """An executor of actors on a Ray cluster, each of which works for many clients together.
 
-    An actor has a GPU, or a CPU, to itself. It always works for the same clients, whose samples it
-    keeps. Results equal those of one :class:`~raceme.simulation.stacked.Stacked` to float
-    tolerance, whatever the number of actors. An actor that dies is started again, and repeats what
-    it had to do.
+    An actor has a GPU or a CPU of its own. It always works for the same clients, and keeps their
+    samples. Results equal those of one :class:`~raceme.simulation.stacked.Stacked` to float
+    tolerance, for any number of actors. An actor that dies is restarted, and repeats its work.
 
     Parameters
     ----------
@@ -489,7 +488,7 @@ class RayStacks:
     device, precision : str
         See :class:`~raceme.simulation.stacked.Stacked`.
     actors : int, optional
-        Number of actors; by default that of the cluster's GPUs or CPUs.
+        Number of actors; by default one per GPU, or per CPU, of the cluster.
 
     Raises
     ------
@@ -562,7 +561,7 @@ class RayStacks:
         self._responses.pop(message_id, None)
 
     def close(self) -> None:
-        """Drop all that is left, end the actors, and leave the cluster."""
+        """Drop unfinished work, end the actors, and leave the cluster."""
         import ray
 
         for actor in self._actors:
@@ -589,7 +588,7 @@ class RayStacks:
             self._responses |= {response.message_id: response for response in responses}
 
     def _responses_of(self, reference: Any) -> tuple[list[Response], tuple[int, int]]:
-        """Wait for what an actor does; return it, and its numbers of batches and of clients."""
+        """Wait for an actor's responses; return them, and its numbers of batches and clients."""
         import ray
 
         try:

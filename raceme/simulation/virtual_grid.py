@@ -641,7 +641,7 @@ class VirtualGrid(PatientGrid):
             del client.at_work[message_id]
             reply = self._executor.result(message_id)
             if client.device.is_new and not client.at_work and not client.context.state:
-                # It only answered a query, so its state is still the initial one.
+                # The client only answered a query, so its state is still the initial one.
                 del self._clients[client.context.node_id]
         if self._observe is not None:
             self._observe(exchange_of(pending, self._queue.now, reply))

@@ -1,8 +1,8 @@
 """Methods: one file or folder each, as Flower strategies; each is imported when it is asked for.
 
 ``from raceme.strategies import FedAsync`` imports :mod:`raceme.strategies.fedasync` and no other
-method. Where each is defined says `STRATEGIES`, in :mod:`raceme.core.registry`; its
-hyper-parameters, ``FedAsyncParameters``, stand beside it. Editors and type checkers read the
+method. `STRATEGIES` in :mod:`raceme.core.registry` lists the module of each method. The
+hyper-parameters, ``FedAsyncParameters``, are in the same module. Editors and type checkers read the
 stub in the wheel, which ``python tests/strategy_stubs.py`` makes from the hyper-parameters.
 """
 
@@ -23,7 +23,7 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a method, or its hyper-parameters, which stand beside it."""
+    """Import a method, or the hyper-parameters of one."""
     method = name.removesuffix("Parameters")
     module = _MODULES.get(name) or _MODULES.get(method)
     if module is None:

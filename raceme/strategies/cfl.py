@@ -7,10 +7,10 @@ its asynchronous form in CASA's paper.
 
 OCFL: Zuziak, Pellungrini and Rinzivillo, "One-Shot Clustering for Federated Learning Under
 Clustering-Agnostic Assumption", 2025 (arXiv 2509.01587). The clients are divided once, by a
-density-based method, at a moment that the temperature tells, the scaled norm of the distances 1 −
-cos of the updates of a round. Only the papers' summaries were available. Our readings: the moment
-is the first round whose temperature is not above that of the round before, updates having ceased to
-diverge; the method is HDBSCAN; a client that it leaves out joins the nearest part.
+density-based method, in a round that the temperature determines: the scaled norm of the distances 1
+− cos of the round's updates. Only the paper's summary was available. Our readings: it is the first
+round whose temperature is not above that of the round before, since updates have then ceased to
+diverge; the density-based method is HDBSCAN; a client that it leaves out joins the nearest part.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ log = getLogger("raceme")
 
 @dataclass(frozen=True)
 class _Dividing:
-    """Criteria of divisions; the defaults are the authors' code without its waiting."""
+    """Criteria of divisions; the defaults are the authors' code, without its initial waiting."""
 
     linkage: str = option(
         "complete",
-        "how a cluster is divided: complete, as in the authors' code, or single, which makes the "
-        "largest similarity across the parts as small as can be, as in the paper's text",
+        "how a cluster is divided: complete, as in the authors' code, or single, which minimises "
+        "the largest similarity across the parts, as in the paper's text",
         among=LINKAGES,
     )
     wait_rounds: int = option(
@@ -119,7 +119,7 @@ class OCFLState(CFLState):
     temperature : float
         T of the last round.
     is_divided : bool
-        Whether the moment has come.
+        Whether the clients have been divided.
     """
 
     temperature: float = 0.0
@@ -198,7 +198,7 @@ class Bipartitions(LatestUpdates):
         deltas = np.stack([state.deltas[client] for client in clients])
         norms = norms_of(deltas, np.array([state.examples[client] for client in clients]))
         if log_norms:
-            # Shows suitable ε1 and ε2 in a short run.
+            # The log of a short run shows suitable values of ε1 and ε2.
             text = "cluster %d after %d updates: mean norm %.4f, largest norm %.4f"
             log.info(text, cluster, self.progress.updates, norms.mean, norms.largest)
         if len(clients) < options.least_members or rounds < options.wait_rounds:
@@ -279,7 +279,7 @@ class OCFL(LatestUpdates):
     state: OCFLState
 
     def aggregate(self, updates: Sequence[Update]) -> Outcomes:
-        """Divide the clients if the moment has come, then average inside each cluster."""
+        """Divide the clients if that is due, then average inside each cluster."""
         for update in updates:
             self._take(update)
         clients = [update.task.client for update in updates]
@@ -292,7 +292,7 @@ class OCFL(LatestUpdates):
         state, options = self.state, self.parameters
         deltas = np.stack(self._known(clients))
         similarity = np.asarray(cosines(deltas, deltas), np.float64)
-        # HDBSCAN refuses matrices that rounding has made asymmetric.
+        # HDBSCAN rejects matrices that are asymmetric by rounding.
         distances = np.clip(1.0 - (similarity + similarity.T) / 2.0, 0.0, 2.0)
         np.fill_diagonal(distances, 0.0)
         before, state.temperature = state.temperature, temperature(distances, options.norm)
@@ -324,7 +324,7 @@ def temperature(distances: NDArray[np.floating], norm: float) -> float:
 def density_parts(
     clients: Sequence[str], distances: NDArray[np.floating], least: int
 ) -> list[list[str]]:
-    """Return the parts that HDBSCAN finds; clients that it leaves out are in none.
+    """Return the parts that HDBSCAN finds, without the clients that it leaves out.
 
     Parameters
     ----------
@@ -333,7 +333,7 @@ def density_parts(
     distances : NDArray
         Distances of every two. Shape (n, n).
     least : int
-        Number of clients of a part, at least two.
+        Least number of clients in a part, at least two.
     """
     from sklearn.cluster import HDBSCAN
 

@@ -71,7 +71,7 @@ GROUPINGS = ("spectral", "random", "none")
 
 @dataclass(frozen=True)
 class CSAFLParameters:
-    """Hyper-parameters of CSAFL; of the paper's only the budget is known."""
+    """Hyper-parameters of CSAFL; the paper states the budget only."""
 
     update: str = option("semi-asynchronous", "how the members of a group update", among=UPDATES)
     grouping: str = option("spectral", "how clients are grouped", among=GROUPINGS)
@@ -145,7 +145,7 @@ class CSAFL(Method):
             self._pick,
             lambda client: self.clusters.home(client),
             together=self.parameters.update == "synchronous",
-            idled=self._idled,
+            idled=self._report_idle,
         )
         return then(InRounds(), self.windows, lambda: self.state is None or self.state.grouped)
 
@@ -222,7 +222,7 @@ class CSAFL(Method):
             self._group_at_random(online)
         return sample(online, self.parameters.picked, rng)
 
-    def _idled(self, client: str, window: int, seconds: float) -> None:
+    def _report_idle(self, client: str, window: int, seconds: float) -> None:
         """Report a client's idle time in a window."""
         budget = self.parameters.budget
         values = {"client": client, "window": window, "seconds": seconds, "budget": budget}
@@ -268,7 +268,7 @@ class CSAFL(Method):
     def _examples(self, group: int) -> int:
         """Return Σ n_j over the members of a group in this window."""
         fleet, picked = self.progress.fleet, self.windows.state.members
-        return sum(fleet.counted(c) for c in picked if self.clusters.home(c) == group)
+        return sum(fleet.plausible_examples(c) for c in picked if self.clusters.home(c) == group)
 
 
 def latency_of(update: Update) -> float:

@@ -5,14 +5,15 @@ Staleness Control", IMWUT 2024 (arXiv 2401.15960). Every update counts, however 
 into the model of its client's cluster; clusters are dynamic; against staleness the server sends a
 cluster's model to its clients at work, not after each update but on demand.
 
-Only the paper's summary was available. Our readings: a client is in the cluster whose other
+Only the paper's summary was available. Our readings: a client belongs to the cluster whose other
 clients' updates are on average most similar to its own (cosines of each client's running mean); if
-none is as similar as ``expand``, it founds one with a copy of its model; a cluster without clients
-goes. A broadcast is due when a model has moved, since the last one, by ``echo`` times the mean
-length of its clients' running means while one of them works on an older version. A client at work
-moves its weights by what has changed, w ← w + (w_echo − w_received), and goes on. The server does
-this sum when the update arrives, so that the gradients in between are those of the former weights;
-the update's staleness counts from the broadcast. A run's traffic is without broadcasts.
+none is as similar as ``expand``, the client founds a cluster with a copy of its model; a cluster
+without clients is removed. A broadcast is due when a model has moved, since the last one, by
+``echo`` times the mean length of its clients' running means while one of them works on an older
+version. A client at work adds the model's change to its weights, w ← w + (w_echo − w_received), and
+continues. Here the server adds the change when the update arrives, so that the gradients in between
+are those of the former weights; the update's staleness counts from the broadcast. Reported traffic
+does not include broadcasts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class EchoPFLParameters(MixingParameters):
 
     expand: float = option(0.0, "similarity below which a client founds a cluster", low=-1, high=1)
     echo: float = option(
-        1.0, "lengths of a mean update that a model moves between two broadcasts (0: always)", low=0
+        1.0,
+        "distance that a model moves between two broadcasts, in lengths of a mean update (0: "
+        "always)",
+        low=0,
     )
 
 

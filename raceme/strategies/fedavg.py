@@ -22,7 +22,7 @@ from raceme.core.errors import UserError
 from raceme.core.options import option, with_defaults
 from raceme.core.requests import Outcome, Outcomes, Request, Update
 from raceme.core.scheduling import IN_TURN, InRounds, RoundsParameters, Scheduler
-from raceme.core.strategy import Method, Needs, Variant, divided
+from raceme.core.strategy import Method, Needs, Variant, divide_arguments
 from raceme.strategies.shared import by_examples
 
 
@@ -167,7 +167,7 @@ class MadeOfParameters(FlowerRounds):
     flower: ClassVar[type[strategy.FedAvg]]
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
-        made, _ = divided(type(self).__name__, self.parameters_type, parameters, arguments)
+        made, _ = divide_arguments(type(self).__name__, self.parameters_type, parameters, arguments)
         own = {item.name for item in fields(made)} - {
             item.name for item in fields(RoundsParameters)
         }

@@ -2,7 +2,7 @@
 
 Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022,
 Algorithm 1: the server collects K deltas, each scaled by s(τ) = 1 / √(1 + τ), and then takes one
-step w ← w + η_g · mean. Statistics of batch normalisation become the mean of what clients have.
+step w ← w + η_g · mean. Statistics of batch normalisation become the mean of the clients'.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FedBuff(Method):
         self.state = FedBuffState(np.zeros_like(vector))
 
     def on_update(self, update: Update) -> Outcome:
-        """Buffer the scaled delta; take the server step at K of them."""
+        """Buffer the scaled delta; take the server step when there are K."""
         state, options, model = self.state, self.parameters, self.models[0]
         staleness = update.staleness
         scale = freshness(staleness)
@@ -86,7 +86,7 @@ class FedBuff(Method):
         if state.count == options.k:
             step = np.float32(options.server_lr / options.k) * state.total
             mean = state.total / np.float32(options.k)
-            # Emptied first, since a non-finite step is refused and the next must follow.
+            # Emptied first: if the step is non-finite and refused, the next buffer starts empty.
             state.total[...] = 0.0
             state.count = 0
             model.replace(stepped(model.vector, step, mean, self.trainable))
@@ -105,8 +105,8 @@ def warn_of_short_run(name: str, option: str, needed: int, planned: int) -> None
     """
     if 0 < planned < needed:
         log.warning(
-            "%s moves its model after every %d updates, and the run has %d: it will stay as it is. "
-            "Give a smaller %s.",
+            "%s changes its model after every %d updates, and the run has %d: the model will not "
+            "change. Set a smaller %s.",
             name,
             needed,
             planned,
@@ -120,21 +120,21 @@ def warn_of_short_run(name: str, option: str, needed: int, planned: int) -> None
 # Wang et al., "Tackling the Data Heterogeneity in Asynchronous Federated Learning with Cached
 # Update Calibration", ICLR 2024. As in FedBuff the server collects M updates before it takes a
 # step. It also keeps h_i, the last update of each client, 0 at the start, and their mean h over all
-# N clients. An update counts by how it differs from the client's former one, and the mean of those
-# of the clients that are absent stands in for them: ``v = h + 1/M Σ (Δ_i − h_i)``,
-# ``w ← w + η_g v``, as SAGA does.
+# N clients. An update counts by its difference from the client's former one, and h stands in for
+# the clients without an update in the buffer, as in SAGA: ``v = h + 1/M Σ (Δ_i − h_i)``,
+# ``w ← w + η_g v``.
 #
-# The cache takes N · |w| numbers. h is that from before the buffer. Of a client that reports twice
-# in one buffer the second residual is taken from its first update. The paper's own M and η_g are
-# not confirmed: they are 10 (of 100 clients) and 1, those of third parties. With η_g = 1 the
-# cache's term may grow until nothing is learnt; take less then. Clients that went offline stay in
-# the mean, and those that have not reported yet count as 0 in it.
+# The cache takes N · |w| numbers. h is the mean before the buffer was filled. If a client reports
+# twice in one buffer, its second residual is relative to its first update. The defaults of M and
+# η_g, 10 (of 100 clients) and 1, are those of third parties; the paper's are not confirmed. With
+# η_g = 1 the cache's term may grow until nothing is learnt; then take a smaller η_g. Clients that
+# went offline stay in the mean, and clients that have not reported yet count as 0.
 # -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CA2FLParameters:
-    """Hyper-parameters; the defaults are third parties', those of the paper are not confirmed."""
+    """Hyper-parameters; the defaults are third parties', as the paper's are not confirmed."""
 
     m: int = option(10, "M: updates per server step", low=1)
     server_lr: float = option(1.0, "server learning rate η_g", above=0)
@@ -155,7 +155,7 @@ class CA2FLState:
     residuals : NDArray[np.float64]
         D: sum of Δ_i − h_i over the buffer, and of clients' statistics. Shape (d,).
     count : int
-        How many updates are in the buffer.
+        Number of updates in the buffer.
     """
 
     latest_total: NDArray[np.float64]
@@ -182,7 +182,7 @@ class CA2FL(Method):
         self.state = CA2FLState(zeros, zeros.copy(), zeros.copy())
 
     def on_update(self, update: Update) -> Outcome:
-        """Buffer the residual, update the cache; take the server step at M of them."""
+        """Buffer the residual, update the cache; take the server step when there are M."""
         state, options, client = self.state, self.parameters, update.task.client
         staleness = update.staleness
         brought = contribution(update.delta, update.vector, self.trainable)
@@ -199,7 +199,7 @@ class CA2FL(Method):
         return Outcome(cluster=0, staleness=staleness, weight=options.server_lr / options.m)
 
     def _step(self) -> None:
-        """Take the step along v = h + D/M, and let h be the mean over all clients of now."""
+        """Take the step along v = h + D/M, and update h to the present mean over all clients."""
         state, model = self.state, self.models[0]
         mean = state.residuals / state.count
         step = self.parameters.server_lr * (state.mean + mean)
@@ -217,10 +217,10 @@ class CA2FL(Method):
 # ``w ← w + η_t m / (√v̂ + ε)``.
 #
 # η_t is η while s_max ≤ τ_c, and η / s_max beyond, as in the authors' code; a transcription of the
-# paper has min(η, 1/s_max), which is ``delay-rule = least``. The authors' code also divides m by 1
-# − β1^t and √v̂ by √(1 − β2^t): ``bias-correction``. Which of both is the paper's is not confirmed:
-# the defaults are our reading. The server keeps m, v, v̂ and the buffer's sum, no vectors of
-# clients. A larger η, from 0.01 on, may explode after calm steps, since v̂ is slow.
+# paper has min(η, 1/s_max), which is ``delay-rule = least``. The authors' code also divides m by
+# 1 − β1^t and √v̂ by √(1 − β2^t): ``bias-correction``. It is not confirmed which rules the paper
+# uses; the defaults are our reading. The server keeps m, v, v̂ and the buffer's sum, but no vectors
+# of clients. With η of 0.01 or more the model may diverge after small steps, since v̂ adapts slowly.
 # -----------------------------------------------------------------------------
 
 
@@ -294,7 +294,7 @@ class FADAS(Method):
         self.state = FADASState(zeros, zeros.copy(), zeros.copy(), zeros.copy())
 
     def on_update(self, update: Update) -> Outcome:
-        """Buffer the update; take the server step at M of them."""
+        """Buffer the update; take the server step when there are M."""
         state, options = self.state, self.parameters
         staleness = update.staleness
         state.total += contribution(update.delta, update.vector, self.trainable)
@@ -324,19 +324,19 @@ class FADAS(Method):
 
 
 # -----------------------------------------------------------------------------
-# PORT: a buffer whose updates count by freshness, and by agreement with where the model is going.
+# PORT: a buffer of updates weighted by freshness and by agreement with the model's last step.
 #
 # Su and Li, "How Asynchronous Can Federated Learning Be?", IWQoS 2022. When enough clients have
 # reported, ``w ← w + Σ p_i Δ_i``, Σ p_i = 1, with
 # ``p_i ∝ n_i [γ S / (s_i + S) + μ (cos(Δ_i, w − w_ref) + 1) / 2]``: n_i examples, s_i staleness, S
 # its bound. The cosine is taken as 1 when s_i ≤ 1 or there is no older model.
 #
-# w_ref is the model before the last step, as in the authors' code; its comment speaks of the model
-# that the client started from, ``reference = start``. Which of both is the paper's is not
-# confirmed. In the paper a client above the bound is told to report what it has. Here no message
-# interrupts a client that trains: the buffer waits until no client at work is above the bound (the
-# form without such messages; our reading). Only weights are compared. The server keeps one model
-# more, the buffer's sum, and the models that clients have started from.
+# w_ref is the model before the last step, as in the authors' code. A comment there mentions the
+# model that the client started from, ``reference = start``; it is not confirmed which one the paper
+# uses. In the paper a client above the bound must report its present model. Here no message
+# interrupts a training client; instead, the buffer waits until no client at work is above the bound
+# (our reading). Only weights are compared. The server keeps one more model, the buffer's sum, and
+# the models that clients started from.
 # -----------------------------------------------------------------------------
 
 
@@ -344,8 +344,8 @@ class FADAS(Method):
 class PORTParameters:
     """Hyper-parameters; the defaults are those of the authors' code."""
 
-    min_clients: int = option(15, "updates per server step, at least", low=1)
-    bound: int = option(10, "S: staleness above which a client is waited for", low=1)
+    min_clients: int = option(15, "least number of updates per server step", low=1)
+    bound: int = option(10, "S: staleness above which the buffer waits for a client", low=1)
     gamma: float = option(3.0, "γ: weight of freshness", low=0)
     mu: float = option(1.0, "μ: weight of agreement", low=0)
     reference: str = option(
@@ -425,7 +425,7 @@ class PORT(Method):
         return Outcome(cluster=0, staleness=staleness, weight=share)
 
     def _agreement(self, update: Update, staleness: int) -> float:
-        """Return cos(Δ_i, w − w_ref); 1 of a fresh update, and before the first step."""
+        """Return cos(Δ_i, w − w_ref); 1 for a fresh update, and before the first step."""
         by_start = self.parameters.reference == "start"
         reference = update.base if by_start else self.state.before
         if staleness <= 1 or reference is None:
@@ -449,23 +449,21 @@ class PORT(Method):
 
 # -----------------------------------------------------------------------------
 # ACE and ACED: at every arrival a step along the mean of all clients' latest gradients.
+# Chang et al., 2025 (arXiv 2511.19066). The server keeps U_i, the latest gradient of each client,
+# and their mean u. When client i arrives: ``u ← u + (U_new − U_i)/N``, ``U_i ← U_new``,
+# ``w ← w − η u``, so that fast clients do not dominate the model. The cache takes N · |w| numbers.
 #
-# Chang et al., 2025 (arXiv 2511.19066).
-# The server keeps U_i, the latest gradient of each client, and their mean u. When client i arrives:
-# ``u ← u + (U_new − U_i)/N``, ``U_i ← U_new``, ``w ← w − η u``: fast clients do not own the model.
-# The cache takes N · |w| numbers.
+# U_i is −Δ_i. With one local step (``--local-steps 1``), as in the paper's theory, it is a gradient
+# times the local rate; more steps bring back some of the bias that the method removes.
+# ``server-lr`` is η N, our scale: at 1 the arrivals of N clients weigh as much as a round of
+# federated averaging. All clients train w^0 first, and the mean of their updates is the first step,
+# which counts as N arrivals (our reading). With ``start = seen`` there is no such round, and the
+# mean is over the clients that have reported.
 #
-# U_i is −Δ_i: with one local step (``--local-steps 1``), the paper's theory, it is a gradient times
-# the local rate; more steps bring back some of the bias that the method removes. ``server-lr`` is
-# η N, our scale: at 1 the arrivals of N clients weigh as much as a round of federated averaging.
-# All clients train w^0 first, and the mean of what they bring makes the first step, which counts as
-# N arrivals (our reading). ``start = seen`` does without that round: the mean is over those seen.
-#
-# ACED takes the mean over the clients whose latest gradient is not too old,
-# ``A = {i : t − t_i ≤ τ_algo}``; if there are none it takes no step. Not confirmed: τ_algo, which
-# is N here as with a third party; and whether t_i is the version that the cached gradient was
-# computed on, the default and our reading, or of the model which the client got last (``clock =
-# sent``).
+# ACED takes the mean over the clients whose latest gradient is not too old, ``A = {i : t − t_i ≤
+# τ_algo}``; without any it takes no step. Two points are not confirmed: τ_algo, which is N here, as
+# in a third party's code; and whether t_i is the version on which the cached gradient was computed,
+# the default and our reading, or the version that the client received last (``clock = sent``).
 # -----------------------------------------------------------------------------
 
 
@@ -478,7 +476,8 @@ class ACEParameters:
     )
     start: str = option(
         "all",
-        "first step: when all clients have trained w0, or seen: at once, with those seen so far",
+        "first step: all: when all clients have trained w0, or seen: at once, over the clients "
+        "that have reported",
         among=("all", "seen"),
     )
 
@@ -526,7 +525,7 @@ class ACEState:
     latest : dict[str, Vector]
         −U_i: latest Δ_i of each client, with its statistics. Shape (d,).
     trained_from : dict[str, int]
-        t_i of each of them.
+        t_i of each of these clients.
     counted : dict[str, bool]
         Clients that are in the total.
     started : bool
@@ -598,7 +597,7 @@ class ACE(Method):
             state.trained_from[client] = update.task.version
 
     def _count(self, version: int) -> None:
-        """Update the set A of recent gradients."""
+        """Update the set A of clients with recent gradients."""
         state, longest = self.state, self.parameters.longest_delay(len(self.clusters.members))
         for client, trained_from in state.trained_from.items():
             if version - trained_from > longest:
@@ -612,7 +611,7 @@ class ACE(Method):
             self.state.total -= self.state.latest[client]
 
     def _step(self, rate: float) -> None:
-        """Take a step along the mean of those that count."""
+        """Take a step along the mean of the gradients that count."""
         model, mean = self.models[0], self.state.total / len(self.state.counted)
         model.replace(stepped(model.vector, rate * mean, mean, self.trainable))
 

@@ -4,9 +4,9 @@ Li et al., "FedCompass: Efficient Cross-Silo Federated Learning on Heterogeneous
 Using a Computing Power-Aware Scheduler", ICLR 2024. When a group is complete, ``w ← w + (α/N) Σ
 st(s_i) (w_i − w)``, with ``st(s) = (1 + s)^−a``: N clients, s_i staleness, all against the same w.
 
-The authors' code has st(s) = (1 + s)^a, which counts stale updates more; which we consider an
-error. N is the number of clients online. The paper's local optimiser is Adam, with mini-batches of
-64. Base models of clients are not kept.
+The authors' code has st(s) = (1 + s)^a, which increases the weight of stale updates and which we
+consider an error. N is the number of clients online. The paper's local optimiser is Adam, with
+mini-batches of 64. Base models of clients are not kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raceme.core.scheduling import Scheduler, SelectionContext, sample
 from raceme.core.strategy import Method, Needs
 
 # -----------------------------------------------------------------------------
-# Groups that arrive together: each client gets the work that it can do in the common time.
+# Groups that arrive together: each client gets as many steps as it can do in the common time.
 # -----------------------------------------------------------------------------
 
 
@@ -117,15 +117,15 @@ class ByArrival(Scheduler):
 
     # Selection.
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return the idle clients not waiting in a group, the fastest first."""
         state = self.state
-        ready = [c for c in moment.idle.ready(moment.now) if c.client_id not in state.home]
-        if moment.places is not None:
-            ready = list(sample(ready, moment.places, moment.rng))
+        ready = [c for c in context.idle.ready(context.now) if c.client_id not in state.home]
+        if context.places is not None:
+            ready = list(sample(ready, context.places, context.rng))
         ready.sort(key=lambda client: state.seconds.get(client.client_id, math.inf))
         for client in ready:
-            self._assign(client.client_id, moment.now)
+            self._assign(client.client_id, context.now)
         return ready
 
     def _assign(self, client: str, now: float) -> None:
@@ -181,21 +181,21 @@ class ByArrival(Scheduler):
         group = state.groups.get(state.home.get(client, -1))
         if group is None:
             state.late.append(update)
-            return self._dropped(client)
+            return self._remove_member(client)
         group.held.append(update)
         group.open.pop(client)
-        return self._if_complete(state.home[client])
+        return self._released_if_complete(state.home[client])
 
     def lost(self, task: InFlight, now: float) -> Sequence[Update]:
         """Do not wait for a client whose work failed."""
-        return self._dropped(task.client)
+        return self._remove_member(task.client)
 
     def left(self, client: str, now: float) -> Sequence[Update]:
         """Do not wait for a client that left; keep its updates."""
-        return self._dropped(client)
+        return self._remove_member(client)
 
-    def _dropped(self, client: str) -> Sequence[Update]:
-        """Take a client that is at work out of its group."""
+    def _remove_member(self, client: str) -> Sequence[Update]:
+        """Remove a working client from its group; return the group's number."""
         state = self.state
         number = state.home.get(client, -1)
         group = state.groups.get(number)
@@ -205,14 +205,14 @@ class ByArrival(Scheduler):
         if client not in group.open:
             return []
         del group.open[client], state.home[client]
-        return self._if_complete(number)
+        return self._released_if_complete(number)
 
-    def _if_complete(self, number: int) -> Sequence[Update]:
-        """Return what is acted on if no client of a group is at work any more."""
-        return [] if self.state.groups[number].open else self._closed(number)
+    def _released_if_complete(self, number: int) -> Sequence[Update]:
+        """Return a group's updates if no client of it is at work any more."""
+        return [] if self.state.groups[number].open else self._close_group(number)
 
-    def _closed(self, number: int) -> list[Update]:
-        """End a group: return what its members have brought, and what came late."""
+    def _close_group(self, number: int) -> list[Update]:
+        """End a group; return the updates of its members, and late updates of other groups."""
         state = self.state
         group = state.groups.pop(number)
         for update in group.held:
@@ -227,12 +227,12 @@ class ByArrival(Scheduler):
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
         """End the groups whose latest time has passed; clients still at work will be late."""
         over = [n for n, group in self.state.groups.items() if group.latest <= now]
-        return (), [update for number in over for update in self._closed(number)]
+        return (), [update for number in over for update in self._close_group(number)]
 
 
 def steps_until(end: float, now: float, seconds: float) -> int:
-    """Return how many steps of so many seconds fit between now and an end."""
-    # A client that needs no time at all can take any number: far more than anyone may.
+    """Return the number of steps that fit into the time until an end."""
+    # A client that needs no time can take any number of steps; this exceeds every limit.
     return int((end - now) / seconds) if seconds > 0.0 else 2**31
 
 
@@ -245,16 +245,16 @@ def steps_until(end: float, now: float, seconds: float) -> int:
 class FedCompassParameters:
     """Hyper-parameters; the defaults are those of the authors' code."""
 
-    min_steps: int = option(20, "Q_min: mini-batches of a client's work, at least", low=1)
-    max_steps: int = option(100, "Q_max: mini-batches of a client's work, at most", low=1)
+    min_steps: int = option(20, "Q_min: least mini-batches of a client's work", low=1)
+    max_steps: int = option(100, "Q_max: most mini-batches of a client's work", low=1)
     patience: float = option(
         1.5, "λ: latest time of a group, in multiples of its first member's time", low=1
     )
     renewal: float = option(
-        0.9, "share of the last measurement in a client's speed", above=0, high=1
+        0.9, "weight of the last measurement in a client's speed", above=0, high=1
     )
     alpha: float = option(0.9, "α: step of the model for all clients together", above=0, high=1)
-    a: float = option(0.5, "a: power by which staleness counts, (1 + s)^−a", low=0)
+    a: float = option(0.5, "a: exponent of the staleness weight (1 + s)^−a", low=0)
 
     def __post_init__(self) -> None:
         if self.min_steps > self.max_steps:
@@ -273,12 +273,12 @@ class FedCompass(Method):
     scheduling: ByArrival
 
     def scheduler(self) -> Scheduler:
-        """Let clients of a group be back at once."""
+        """Schedule groups of clients that arrive together."""
         own = self.parameters
         return ByArrival(own.min_steps, own.max_steps, own.patience, own.renewal)
 
     def request_for(self, client: str) -> Request:
-        """Let a client take as many steps as it can until its group is back."""
+        """Return training with as many steps as the client can take until its group arrives."""
         examples = self.progress.fleet.clients[client].num_examples
         steps = self.scheduling.steps_of(client)
         return Request(client, settings=short_task(self.train_config, examples, steps))

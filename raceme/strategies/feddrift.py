@@ -42,7 +42,7 @@ from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
 from raceme.strategies.shared import linkage
 
 # -----------------------------------------------------------------------------
-# Concepts: assignment of data to models, drift detection and merging.
+# ConceptAssignments: assignment of data to models, drift detection and merging.
 # -----------------------------------------------------------------------------
 
 
@@ -107,7 +107,7 @@ def complete_linkage(distances: NDArray[np.float64], below: float) -> list[list[
 
 
 @dataclass
-class Concepts:
+class ConceptAssignments:
     """Assignment of clients' data to models.
 
     Attributes
@@ -239,7 +239,8 @@ class Concepts:
     def best(self, client: str, step: int, own: int | None) -> tuple[int, float]:
         """Return the model of lowest loss on a client's data of a step, and the loss.
 
-        Isolated models of others are excluded, unless there are no others. The first of ties.
+        Isolated models of other clients are excluded, unless there are no others. At ties the first
+        model is taken.
         """
         losses = self.losses[client][step]
         open_to = [model for model in losses if model not in self.isolated or model == own]
@@ -304,14 +305,14 @@ class ConceptParameters:
     memory: int = option(0, "steps of its data that a client uses, the latest (0: all)", low=0)
     compare_on: str = option(
         "all",
-        "data on which models are compared to be merged: all that are remembered, or new ones",
+        "data on which models are compared for merging: all remembered data, or only new data",
         among=("all", NEW),
     )
     scoring_cost: float = option(
-        0.0, "share of a round's computing that one score takes (our addition)", low=0
+        0.0, "cost of one score, as a share of a round's computation (our addition)", low=0
     )
     ask_every: int = option(
-        0, "rounds after which a client measures again, data moved on or not (0: only then)", low=0
+        0, "rounds after which a client measures again (0: only when its data have changed)", low=0
     )
 
     @property
@@ -326,13 +327,13 @@ class ConceptState:
 
     Attributes
     ----------
-    concepts : Concepts
+    concepts : ConceptAssignments
         Assignment of data to models.
     trained : dict[str, int]
         Rounds with training, or updates, of each client since its last query.
     """
 
-    concepts: Concepts = field(default_factory=Concepts)
+    concepts: ConceptAssignments = field(default_factory=ConceptAssignments)
     trained: dict[str, int] = field(default_factory=dict)
 
 
@@ -354,7 +355,7 @@ class FollowsConcepts(Method):
     def on_join(self, client: Client) -> None:
         """Add a client; it is assigned a model at the start, and queried later."""
         super().on_join(client)
-        self._seat(client.client_id)
+        self._assign_first_model(client.client_id)
 
     def _scoring(self, client: str) -> Request:
         """Return the evaluation of all models on a client's data."""
@@ -388,7 +389,7 @@ class FollowsConcepts(Method):
         if task.kind == names.SCORES:
             self.state.concepts.asked.pop(task.client, None)
 
-    def _take_scores(self, answer: Answer) -> None:
+    def _store_scores(self, answer: Answer) -> None:
         """Process a client's scores.
 
         Raises
@@ -405,10 +406,10 @@ class FollowsConcepts(Method):
                 f"it brings no {self.parameters.measure} of every model and step"
             )
         if by_accuracy and (scores.min() < 0 or scores.max() > 1):
-            raise InvalidReplyError("its accuracies are no shares")
+            raise InvalidReplyError("its accuracies are not between 0 and 1")
         losses = 1.0 - scores if by_accuracy else scores
         if not any(concepts.heir(model) in self.models for model in asked):
-            raise InvalidReplyError("it has measured models that are no more")
+            raise InvalidReplyError("it has measured models that do not exist any more")
         by_step = {
             step: {model: float(losses[row, column]) for row, model in enumerate(asked)}
             for column, step in enumerate(steps)
@@ -431,7 +432,7 @@ class FollowsConcepts(Method):
 
     # Answers.
 
-    def _seat(self, client: str) -> None:
+    def _assign_first_model(self, client: str) -> None:
         """Assign a client's first model, before any update."""
         if self.progress.updates or client in self.state.concepts.assigned:
             return
@@ -449,8 +450,9 @@ class FollowsConcepts(Method):
     def _assign_best(self, answered: Mapping[str, int]) -> list[tuple[str, int, int]]:
         """Assign clients the model of lowest loss on their new data, unless these have drifted.
 
-        r_i is a loss on data not trained on yet: it does not change when a client evaluates the
-        same step again, except at its first step, and where the steps of the data are unknown.
+        r_i is a loss on data not trained on yet. It therefore does not change when a client
+        evaluates the same step again, except at its first step, and if the steps of the data are
+        unknown.
 
         Parameters
         ----------
@@ -552,7 +554,9 @@ class FedDriftAsyncParameters(ConceptParameters, MixingParameters):
     """Hyper-parameters of FedDrift-Async."""
 
     ask_every: int = option(
-        5, "a client's updates after which it measures again (0: when its data move on)", low=0
+        5,
+        "a client's updates after which it measures again (0: only when its data have changed)",
+        low=0,
     )
 
 
@@ -579,11 +583,11 @@ class FedDriftAsync(FollowsConcepts):
 
     def request_for(self, client: str) -> Request:
         """Return a query for a client with new data, else training of the next of its models."""
-        if self._is_to_measure(client):
+        if self._should_measure(client):
             return self._scoring(client)
         return self._training(client, self._next_model(client))
 
-    def _is_to_measure(self, client: str) -> bool:
+    def _should_measure(self, client: str) -> bool:
         """Return whether to query a client, never twice without training in between."""
         step, trained = self.step_of(client) or 0, self.state.trained.get(client, -1)
         if step not in self.state.concepts.assigned.get(client, {}):
@@ -607,7 +611,7 @@ class FedDriftAsync(FollowsConcepts):
     def on_answer(self, answer: Answer) -> None:
         """Assign the client's data, found a model if they have drifted, and merge similar ones."""
         client, concepts = answer.task.client, self.state.concepts
-        self._take_scores(answer)
+        self._store_scores(answer)
         if self.clusters.is_placed(client):
             own = self.clusters.main(client)
             concepts.age([own] if own in concepts.isolated else [])
@@ -696,16 +700,16 @@ class FedDrift(FollowsConcepts):
 
     # Before a round: scores.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query clients with new data; process all answers before the round."""
-        asked = self.scheduling.ask_first(moment, self._is_to_measure, patience=_ASKING_SECONDS)
+        asked = self.scheduling.ask_first(context, self._should_measure, patience=_ASKING_SECONDS)
         if asked is not None:
             return [self._scoring(c) for c in asked]
-        if self.state.answered and not (self.scheduling.state.running or moment.greeting):
-            self._judge()
+        if self.state.answered and not (self.scheduling.state.running or context.greeting):
+            self._process_scores()
         return None
 
-    def _is_to_measure(self, client: str) -> bool:
+    def _should_measure(self, client: str) -> bool:
         """Return whether to query a client: new data, or enough training (``ask-every``)."""
         if (self.step_of(client) or 0) not in self.state.concepts.assigned.get(client, {}):
             return True
@@ -721,10 +725,10 @@ class FedDrift(FollowsConcepts):
         """
         if answer.task.client not in self.scheduling.state.asking.awaited:
             raise InvalidReplyError("it came after the round had begun")
-        self._take_scores(answer)
+        self._store_scores(answer)
         self.state.answered[answer.task.client] = answer.task.step
 
-    def _judge(self) -> None:
+    def _process_scores(self) -> None:
         """Assign the data of the answering clients, found models, and merge similar ones."""
         state, concepts = self.state, self.state.concepts
         latest = max(state.answered.values())

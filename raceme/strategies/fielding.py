@@ -69,12 +69,12 @@ class Fielding(AveragingRounds):
     state: FieldingState
     scheduling: InRounds
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Ask all clients for their label counts; place them, and then let a round begin."""
-        asked = self.scheduling.ask_first(moment, self.state.answers)
+        asked = self.scheduling.ask_first(context, self.state.answers)
         if asked is not None:
             return [Request(client, LABEL_COUNTS, models=()) for client in asked]
-        if not (self.scheduling.state.running or moment.greeting):
+        if not (self.scheduling.state.running or context.greeting):
             self._place()
         return None
 
@@ -84,7 +84,7 @@ class Fielding(AveragingRounds):
             self.state.ask(task.client)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take a client's label counts in."""
+        """Process a client's label counts."""
         stated = self.progress.fleet.clients[answer.task.client].num_examples
         self.state.take(answer, stated, self.parameters.tolerance)
 
@@ -146,7 +146,7 @@ def nearest_centre(share: Shares, centres: dict[int, Shares]) -> int:
 
 
 def moved_too_far(then: dict[int, Shares], now: dict[int, Shares], reach: float) -> bool:
-    """Return whether a centre has moved beyond `reach` times the mean distance of two, or is gone.
+    """Return whether a centre is gone, or moved more than `reach` times the mean centre distance.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ def moved_too_far(then: dict[int, Shares], now: dict[int, Shares], reach: float)
         τ/θ, with θ the mean L1 distance of two centres then.
     """
     pairs = [float(np.abs(one - other).sum()) for one, other in combinations(then.values(), 2)]
-    # Of a single cluster: the largest distance that there is.
+    # With a single cluster there are no pairs; this is the largest possible L1 distance.
     bound = reach * (float(np.mean(pairs)) if pairs else 2.0)
     return any(
         cluster not in now or float(np.abs(now[cluster] - centre).sum()) > bound
@@ -172,7 +172,7 @@ def best_clusters(points: Shares, most: int, seed: int) -> NDArray[np.int64]:
     points : Shares
         p_i, one row per client. Shape (n, labels).
     most : int
-        Largest number of clusters to try; clients that are all alike, and two, are one cluster.
+        Largest number of clusters to try. Equal clients, and two clients, are one cluster.
     seed : int
         Seed of k-means.
     """

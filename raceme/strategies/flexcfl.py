@@ -117,7 +117,7 @@ class ColdStart(LabelCounts):
         directions = self.directions
         return min(directions, key=lambda group: (1 - cosine(directions[group], delta)) / 2)
 
-    def looks_foreign(self, group: int, delta: Vector) -> bool:
+    def is_nearest_to_other_group(self, group: int, delta: Vector) -> bool:
         """Return whether a client's latest update is nearest to the direction of another group.
 
         Our own: eq (8) for an update of the group's model instead of w0. False alarms, which are
@@ -429,7 +429,7 @@ class GroupsByStart(Method):
         self.state.settle(client)
         return Outcome(group, staleness=0, weight=0.0)
 
-    def _take_counts(self, answer: Answer) -> None:
+    def _process_label_counts(self, answer: Answer) -> None:
         """Process label counts; a client whose data have changed becomes cold."""
         stated = self.progress.fleet.clients[answer.task.client].num_examples
         parameters = self.parameters
@@ -480,10 +480,10 @@ class FlexCFL(GroupsByStart):
 
     # Before a round: detection of changed data.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query label counts before each round."""
         if self.parameters.counts_labels:
-            asked = self.scheduling.ask_first(moment, self.state.answers)
+            asked = self.scheduling.ask_first(context, self.state.answers)
             if asked is not None:
                 return [Request(client, LABEL_COUNTS, models=()) for client in asked]
         return None
@@ -491,11 +491,11 @@ class FlexCFL(GroupsByStart):
     def on_answer(self, answer: Answer) -> None:
         """Process label counts, or a cold client's own choice of a group."""
         if answer.task.kind == LABEL_COUNTS:
-            self._take_counts(answer)
+            self._process_label_counts(answer)
         else:
-            self._take_choice(answer)
+            self._process_choice(answer)
 
-    def _take_choice(self, answer: Answer) -> None:
+    def _process_choice(self, answer: Answer) -> None:
         """Assign a client to the group of its choice; it trains then if selected.
 
         Raises
@@ -559,11 +559,11 @@ class FlexCFL(GroupsByStart):
         cold = [update for update in updates if update.task.client in self._cold]
         others = [update for update in updates if update.task.client not in self._cold]
         placed = {update.number: self._place(update) for update in cold}
-        unused = {u.number: Outcome(self._home(u), staleness=0, weight=0.0) for u in others}
+        unused = {u.number: Outcome(self._main_group(u), staleness=0, weight=0.0) for u in others}
         # A client that has migrated since then has trained the model of its former group.
-        trained = [update for update in others if update.task.cluster == self._home(update)]
+        trained = [update for update in others if update.task.cluster == self._main_group(update)]
         if self.parameters.detect == "direction":
-            self._look_at_directions(trained)
+            self._mark_cold_by_direction(trained)
         averaged = average_by_cluster(self.clusters, trained)
         if self.parameters.eta_g and trained:
             self._mix_groups()
@@ -579,14 +579,14 @@ class FlexCFL(GroupsByStart):
         models = [self.models[group] for group in groups]
         mix_groups(models, parameters.eta_g, divided=parameters.inter_group == "mean")
 
-    def _home(self, update: Update) -> int:
+    def _main_group(self, update: Update) -> int:
         return self.clusters.main(update.task.client)
 
-    def _look_at_directions(self, updates: Sequence[Update]) -> None:
+    def _mark_cold_by_direction(self, updates: Sequence[Update]) -> None:
         """Make clients cold whose update is nearest to another group's direction."""
         for update in updates:
             delta = self.compared(update.delta)
-            if self.state.looks_foreign(self._home(update), delta):
+            if self.state.is_nearest_to_other_group(self._main_group(update), delta):
                 self._cold[update.task.client] = True
 
 
@@ -678,7 +678,7 @@ class FlexCFLAsync(GroupsByStart):
         client = answer.task.client
         start = self.state
         was_cold = client in start.cold
-        self._take_counts(answer)
+        self._process_label_counts(answer)
         if client in start.cold and not was_cold:
             self._place_by_labels(client)
 
@@ -713,6 +713,6 @@ class FlexCFLAsync(GroupsByStart):
         if update.task.cluster != group:
             return Outcome(group, staleness=0, weight=0.0)
         looks_at_it = self.parameters.detect == "direction"
-        if looks_at_it and start.looks_foreign(group, self.compared(update.delta)):
+        if looks_at_it and start.is_nearest_to_other_group(group, self.compared(update.delta)):
             start.cold[client] = True
         return mix_by_staleness(self, update, group, update.staleness)

@@ -2,11 +2,12 @@
 
 Yan et al., "Clustered Federated Learning in Heterogeneous Environment", 2023. The paper's text was
 unavailable: this is our reading of its description in CASA's paper and others. The server keeps the
-mean of the cosines of every two clients' updates. A cluster in which some pair is less similar than
-α*(t) is bi-partitioned by spectral clustering; a client that is new, or that is now nearer to
-another cluster, joins the nearest if their mean similarity is above α*(t); a new one founds a
-cluster otherwise. α*(t) = 1 − (1 − α*(0)) e^(−ε t / T) grows towards 1 over the planned T rounds.
-ICFL-Async does the same on every update; for it CASA's paper slows time by a factor 0.01.
+mean cosine of the updates of every two clients. A cluster in which some pair is less similar than
+α*(t) is bi-partitioned by spectral clustering. A new client, or a client that is now nearer to
+another cluster, joins the nearest cluster if their mean similarity is above α*(t); otherwise a new
+client founds a cluster. α*(t) = 1 − (1 − α*(0)) e^(−ε t / T) grows towards 1 over the planned T
+rounds. ICFL-Async does the same on every update, with time slowed by a factor of 0.01, as in CASA's
+paper.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class MeanSimilarity:
     mean : NDArray[np.float32]
         Symmetric, diagonal 1; 0 for a pair that has never been compared. Shape (n, n).
     count : NDArray[np.int64]
-        How often each pair has been compared. Shape (n, n).
+        Number of comparisons of each pair. Shape (n, n).
     """
 
     position: dict[str, int] = field(default_factory=dict)
@@ -117,9 +118,9 @@ class _Comparing:
     """Common parameters of ICFL and ICFL-Async; the defaults are those of CASA's paper."""
 
     alpha_start: float = option(
-        0.85, "α*(0): similarity that a cluster needs first", low=-1, high=1
+        0.85, "α*(0): least similarity in a cluster at the start", low=-1, high=1
     )
-    epsilon: float = option(4.0, "ε: how fast α*(t) grows towards 1", low=0)
+    epsilon: float = option(4.0, "ε: rate at which α*(t) grows towards 1", low=0)
     rounds: int = option(0, "T: rounds over which it grows (0: those of the run)", low=0)
     moves: bool = option(True, "clients move to a cluster that has become nearer (our reading)")
     compare: str = option("updates", "compare updates or models", among=("updates", "models"))
@@ -219,7 +220,7 @@ class DividesBySimilarity(Method):
     def _divide_if_due(self, cluster: int, threshold: float) -> None:
         """Bi-partition a cluster if some pair in it is less similar than the threshold.
 
-        It waits until all its members have been compared with each other.
+        A division waits until all members have been compared with each other.
         """
         members = self.clusters.clients(cluster)
         similarity = self.state.similarity.among(members)
@@ -233,7 +234,7 @@ class DividesBySimilarity(Method):
         self.clusters.split(cluster, parts, score=1.0 - smallest, threshold=1.0 - threshold)
 
     def _add_absent(self, cluster: int, parts: list[list[str]]) -> None:
-        """Put offline members to the part that they are most similar to, or to the largest."""
+        """Add offline members to the most similar part, or else to the largest."""
         present = {client for part in parts for client in part}
         for client in self.clusters.clients(cluster, online_only=False):
             if client not in present:
@@ -295,7 +296,7 @@ class ICFLAsync(DividesBySimilarity):
         moved = self._place(update, threshold)
         self._divide_if_due(self.clusters.main(client), threshold)
         home = self.clusters.main(client)
-        # It was moved just now: versions of different clusters say nothing about each other.
+        # The client was moved just now, and versions of different clusters are not comparable.
         staleness = update.age if moved else update.staleness
         return mix_by_staleness(self, update, home, staleness)
 

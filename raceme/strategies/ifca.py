@@ -1,4 +1,4 @@
-"""IFCA and FeSEM: K models, each client training the one that best fits its data, or its model.
+"""IFCA and FeSEM: K models; each client trains the one nearest to its data or to its local model.
 
 Ghosh et al., "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020, Algorithm 1
 with model averaging: each participant receives all K models, takes the one with the least loss on
@@ -9,17 +9,18 @@ A client whose data change keeps its last choice until it trains again. With ``d
 it chooses again before the next round, among all K models: IFCA-MIG of Duan et al. (TPDS 2022,
 section 5.3), with FlexCFL's criterion of a change.
 
-FeSEM: Xie et al., "Multi-Center Federated Learning", 2020, as the baseline of FlexCFL's paper (Duan
-et al., TPDS 2022, section 5) and its authors' code have it: expectation maximisation over l2
+FeSEM: Xie et al., "Multi-Center Federated Learning", 2020, as in the baseline of FlexCFL's paper
+(Duan et al., TPDS 2022, section 5) and its authors' code: expectation maximisation over l2
 distances between local models and centres, in rounds. The centres start as K different initial
-models. Before a client trains it is assigned to the centre nearest to its local model (E step),
-which is what it trained last, and the initial model w0 before that; it trains the centre's model. A
-centre becomes the simple mean of the models that its clients return (M step).
+models. Before a client trains, it is assigned to the centre nearest to its local model (E step);
+then it trains the centre's model. The local model is the one that the client trained last, at first
+the initial model w0. A centre becomes the simple mean of the models that its clients return (M
+step).
 
-All clients begin with the same local model, so that they begin at the same centre, and those that
-have trained are nearer to it than to an untrained one: FeSEM is often a single model, as the paper
-reports. ``start=random`` and ``start=k-means++`` are another reading: the first round trains w0,
-the centres start at the models of K of its clients, and a client is assigned after its training.
+All clients start with the same local model and thus at the same centre, and trained models are
+nearer to this centre than to an untrained one. FeSEM therefore often uses a single model, as the
+paper reports. ``start=random`` and ``start=k-means++`` are another reading: the first round trains
+w0, the centres start at the models of K of its clients, and clients are assigned after training.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _Choice:
 
     k: int = option(DEFAULT_K, "K: number of models", low=1)
     choosing_cost: float = option(
-        0.0, "share of a round's computing that testing one model takes (our addition)", low=0
+        0.0, "cost of testing one model, as a share of a round's computation (our addition)", low=0
     )
 
 
@@ -79,7 +80,7 @@ class _Choice:
 class IFCAParameters(_Choice, RoundsParameters):
     """Hyper-parameters of IFCA."""
 
-    by_examples: bool = option(False, "weigh models by their examples (the paper: all alike)")
+    by_examples: bool = option(False, "weight models by their examples (the paper: equally)")
     detect: str = option(
         "none",
         "detection of changed data, after which a client chooses again before the next round: "
@@ -141,15 +142,15 @@ class IFCA(ChoosesModel, AveragingRounds):
         kinds = needs.kinds | {LABEL_COUNTS, SCORES}
         return replace(needs, kinds=kinds, classes="count their labels unless detect=none")
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query label counts before each round, and then the choices of changed clients."""
         if self.parameters.detect == "none":
             return None
         state = self.state
-        asked = self.scheduling.ask_first(moment, state.answers)
+        asked = self.scheduling.ask_first(context, state.answers)
         if asked is None:
             asked = self.scheduling.ask_first(
-                moment, lambda client: client in state.cold and state.answers(client), every=0
+                context, lambda client: client in state.cold and state.answers(client), every=0
             )
         if asked is None:
             return None

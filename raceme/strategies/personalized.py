@@ -1,4 +1,4 @@
-"""Personalized methods: a model for all clients, and one that each keeps to itself, or only this.
+"""Personalized methods: clients combine a shared model with a private one, or train only that.
 
 - FedPer: Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
 - FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning",
@@ -7,12 +7,12 @@
   Algorithm 1.
 - APFL: Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", 2020, Algorithm 1.
 
-The server averages as FedAvg does. What is personal never leaves a client: it lies in the client's
-state, and is used when the client is tested. A client that has not trained yet is tested with the
-server's model. Client halves: :mod:`raceme.training.personal`.
+The server averages as FedAvg does. The personal part never leaves a client: it is stored in the
+client's state, and used when the client is tested. A client that has not trained yet is tested with
+the server's model. Client halves: :mod:`raceme.training.personal`.
 
-Standalone, the papers' lower reference, is what a device achieves with its own data: nothing is
-exchanged, and time passes as for the other methods.
+Standalone, the papers' lower reference, shows what a device achieves with its own data: nothing is
+exchanged, and training takes the same time as for the other methods.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from raceme.strategies.shared import AveragingRounds
 
 
 class Personalized(AveragingRounds):
-    """Rounds of federated averaging in which clients also train what is theirs alone."""
+    """Rounds of federated averaging in which clients also train a personal part."""
 
     parameters_type = RoundsParameters
     kind: ClassVar[str]
     completed_by: ClassVar[str]
-    """Makes of the received model the client's own, at the client."""
+    """Completion by which a client turns a received model into its personal one."""
     settings: ClassVar[frozenset[str]]
-    """Settings of a request beyond those that any method may use."""
+    """Settings of requests besides those that any method may use."""
 
     @property
     def needs(self) -> Needs:
@@ -56,12 +56,12 @@ class Personalized(AveragingRounds):
         )
 
     def request_for(self, client: str) -> Request:
-        """Let a client train the received model and what is its own."""
-        return Request(client, self.kind, settings=self.said(client))
+        """Return training of the received model and of the client's personal part."""
+        return Request(client, self.kind, settings=self.request_settings(client))
 
     @abstractmethod
-    def said(self, client: str) -> dict[str, Value]:
-        """Return the settings of a request: the hyper-parameters, and what the work costs."""
+    def request_settings(self, client: str) -> dict[str, Value]:
+        """Return the settings of a request: the hyper-parameters, and the cost of the work."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class FedPer(Personalized):
         layers, head = len(spec.layers), self.parameters.head_layers
         if layers <= head:
             raise UserError(
-                f"head-layers must leave layers to share, and is {head}; the model's layers with "
-                f"weights are {layers}. Take a deeper model, or another method."
+                f"head-layers={head} leaves no layers to share: the model has {layers} layers with "
+                f"weights. Use a deeper model, or another method."
             )
 
-    def said(self, client: str) -> dict[str, Value]:
+    def request_settings(self, client: str) -> dict[str, Value]:
         """Return the number of layers that stay on the client."""
         return {names.HEAD_LAYERS: self.parameters.head_layers}
 
@@ -108,13 +108,13 @@ class FedRep(FedPer):
     settings = frozenset({names.HEAD_LAYERS, names.HEAD_EPOCHS})
     parameters: FedRepParameters
 
-    def said(self, client: str) -> dict[str, Value]:
-        """Return the layers and epochs of the head, which take time beside those of the body."""
+    def request_settings(self, client: str) -> dict[str, Value]:
+        """Return the layers and epochs of the head, which take time in addition to the body's."""
         epochs = self.parameters.head_epochs
         examples = self.progress.fleet.clients[client].num_examples
         scale = 1.0 + epochs / names.passes(self.train_config, examples)
         more: dict[str, Value] = {names.HEAD_EPOCHS: epochs, names.COMPUTE_SCALE: scale}
-        return super().said(client) | more
+        return super().request_settings(client) | more
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Ditto(Personalized):
     settings = frozenset()
     parameters: DittoParameters
 
-    def said(self, client: str) -> dict[str, Value]:
+    def request_settings(self, client: str) -> dict[str, Value]:
         """Return λ; two models are trained."""
         return {names.PROXIMAL_MU: self.parameters.strength, names.COMPUTE_SCALE: 2.0}
 
@@ -155,7 +155,7 @@ class APFL(Personalized):
     settings = frozenset({names.OWN_SHARE, names.ADAPTIVE})
     parameters: APFLParameters
 
-    def said(self, client: str) -> dict[str, Value]:
+    def request_settings(self, client: str) -> dict[str, Value]:
         """Return the first α and whether it adapts; two gradients are taken at each step."""
         chosen, adaptive = self.parameters.alpha, self.parameters.adaptive
         return {names.OWN_SHARE: chosen, names.ADAPTIVE: adaptive, names.COMPUTE_SCALE: 2.0}
@@ -163,7 +163,7 @@ class APFL(Personalized):
 
 @dataclass(frozen=True)
 class StandaloneParameters:
-    """There is nothing to choose."""
+    """Standalone has no hyper-parameters."""
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Standalone(Method):
     state: StandaloneState
 
     def initialize(self, vector: Vector) -> None:
-        """Keep the initial model for every client to come; of pre-trained ones their mean."""
+        """Store the initial model for clients that join; the mean of pre-trained models, if any."""
         self.clusters = Clusters()
         mean = np.mean(self.starts, axis=0, dtype=np.float64) if self.starts else vector
         self.state = StandaloneState(np.asarray(mean, np.float32))
@@ -200,7 +200,7 @@ class Standalone(Method):
         self.clusters.join(client.client_id)
 
     def on_update(self, update: Update) -> Outcome:
-        """Replace the client's model by what it trained."""
+        """Replace the client's model by the trained one."""
         cluster = self.clusters.main(update.task.client)
         self.models[cluster].replace(update.vector)
         return Outcome(cluster=cluster, staleness=0, weight=1.0)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters, Matrix, Model
 from raceme.core.errors import UserError, about, plural
-from raceme.core.files import check_room
+from raceme.core.files import check_memory
 from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, ModelSpec, Vector, count_of
 from raceme.core.options import option
 from raceme.core.requests import (
@@ -33,7 +33,7 @@ from raceme.core.strategy import Method, average_by_cluster
 log = getLogger("raceme")
 
 _TRIES = 3
-"""Number of queries to an unresponsive client."""
+"""Maximum number of queries to an unresponsive client."""
 
 # -----------------------------------------------------------------------------
 # Server steps: changes of weights, with statistics averaged.
@@ -295,7 +295,7 @@ def partition(weights: Matrix, parts: int, seed: int) -> NDArray[np.int64]:
 
     method = SpectralClustering(n_clusters=parts, affinity="precomputed", random_state=seed)
     with warnings.catch_warnings():
-        # A fleet whose groups are unrelated is no problem here.
+        # Unrelated groups of clients are expected here.
         warnings.filterwarnings("ignore", "Graph is not fully connected")
         return numbered(method.fit_predict(weights))
 
@@ -398,14 +398,14 @@ def linkage(
 
 
 DEFAULT_K = 4
-"""Default number of models or groups of every method that is given it: that of the default fleet's
+"""Default number of models or groups of methods that need a number: that of the default fleet's
 groups."""
 _NOISE = 0.01
 """Standard deviation of the weights of further models if the initial one has only equal weights."""
 
 
 def log_count(method: Method, count: int, reason: str) -> None:
-    """Log the number of models or groups of a run, with the option or samples that state it."""
+    """Log the number of models or groups of a run, and the option or samples that determine it."""
     getLogger("raceme.run").info("%s takes K = %d (%s).", type(method).__name__, count, reason)
 
 
@@ -435,7 +435,7 @@ def start_clusters(
 def different_models(method: Method, vector: Vector, count: int) -> Clusters:
     """Return K clusters with different models; the first is the initial model itself."""
     log_count(method, count, "k")
-    check_room(count * vector.nbytes, f"{plural(count, 'model')} of {vector.size:,} weights")
+    check_memory(count * vector.nbytes, f"{plural(count, 'model')} of {vector.size:,} weights")
     spec, rng = method._spec, method.rng
     vectors = [vector, *(redrawn(vector, spec, rng) for _ in range(1, count))]
     return Clusters({cluster: Model(start) for cluster, start in enumerate(vectors)})
@@ -549,7 +549,7 @@ def kmeans(points: NDArray[np.floating], groups: int, seed: int) -> NDArray[np.i
 
 
 def drop_unusual(found: dict[str, NDArray[Any]], difference: str) -> None:
-    """Drop clients whose arrays have not the most frequent length, with a warning."""
+    """Drop clients whose arrays do not have the most frequent length, with a warning."""
     usual, _ = Counter(map(len, found.values())).most_common(1)[0]
     for client in [client for client, own in found.items() if len(own) != usual]:
         log.warning("%s is left out: %s.", client, difference, extra=about(client))
@@ -635,7 +635,7 @@ class LabelCounts:
         if counts is None or counts.ndim != 1 or not len(counts) or counts.dtype.kind not in "iu":
             raise InvalidReplyError("it brings no label counts")
         if counts.min() < 0 or not counts.any():
-            raise InvalidReplyError("its label counts are no counts")
+            raise InvalidReplyError("its label counts are negative or all 0")
         labels = self.usual_labels(client, len(counts))
         if len(counts) != labels:
             raise InvalidReplyError(
@@ -730,7 +730,7 @@ class AveragingRounds(Method):
             self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
         )
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the current queries; None if the next round may begin."""
         return None
 
@@ -758,7 +758,7 @@ class QueriesFirst(AveragingRounds):
     state: QueryState
 
     @abstractmethod
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the current queries; None if the next round may begin."""
 
     def _has_tries(self, client: str) -> bool:

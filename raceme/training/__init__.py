@@ -1,1 +1,1 @@
-"""The device's side: local training, kinds of work, models, statistics."""
+"""The client side: local training, kinds of work, networks, statistics."""

@@ -282,7 +282,7 @@ def _run_config(run: _Items, own: _Items) -> RunConfig:
 
 
 def shape_in_words(shape: DataShape) -> str:
-    """Return the shape of data as the owner of a file would say it."""
+    """Return the shape of data in words for the owner of a file."""
     size = "x".join(map(str, shape.input_shape))
     if shape.tokens:
         inputs = f"{size} tokens of {shape.tokens}"
@@ -296,7 +296,7 @@ def shape_in_words(shape: DataShape) -> str:
 
 
 def _check_shape(config: RunConfig, shape: DataShape, expected: str) -> None:
-    """Refuse data of a device of another shape than the server's."""
+    """Refuse a device's data if their shape differs from the server's."""
     own = shape_in_words(shape)
     if expected in ("", own):
         return
@@ -414,8 +414,8 @@ def _samples(part: str, x: ArrayLike, y: ArrayLike, network: Network) -> Samples
     inputs, labels = np.asarray(x, np.float32), np.asarray(y, np.int64)
     if labels.ndim != 1 or not len(labels) or len(inputs) != len(labels) or labels.min() < 0:
         raise UserError(
-            f"OwnData: x_{part} and y_{part} must be as many inputs as classes, one at least, and "
-            f"classes count from 0; they have shapes {inputs.shape} and {labels.shape}."
+            f"OwnData: x_{part} and y_{part} must have equal lengths of at least 1, and classes "
+            f"from 0; they have shapes {inputs.shape} and {labels.shape}."
         )
     return Samples(inputs, labels, network.channels_last, network.accelerator)
 

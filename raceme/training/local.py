@@ -201,7 +201,7 @@ LARGEST_SHIFT = 4
 
 
 class Moves(NamedTuple):
-    """How images are moved: crops' first rows and columns, and which are mirrored; each (n,)."""
+    """Random moves of images: first rows and columns of crops, and mirroring; shape (n,) each."""
 
     down: Tensor
     across: Tensor
@@ -217,8 +217,8 @@ def random_moves(n: int, generator: torch.Generator | None = None) -> Moves:
 def shifted_and_mirrored(x: Tensor, moves: Moves) -> Tensor:
     """Return images that are shifted and mirrored left to right.
 
-    Crops of the images' size from images with 4 reflected pixels on every side, as is usual on
-    CIFAR-10.
+    The images are padded by 4 reflected pixels on every side, and cropped to their size, as is
+    usual for CIFAR-10.
 
     Parameters
     ----------
@@ -285,10 +285,10 @@ def hidden_linear_layers(module: nn.Module) -> list[nn.Linear]:
 
 
 class Engine(Protocol):
-    """Does what this module does, for one client, together with the same work of others.
+    """Does a client's computations together with those of other clients.
 
-    A method returns None where the engine cannot do the work, which is then done here. In between
-    other clients use the network, which is left with this client's weights.
+    A method returns None if the engine cannot do the work; then the functions of this module do it.
+    Meanwhile other clients use the network; afterwards it has this client's weights again.
     """
 
     def train(
@@ -315,7 +315,7 @@ class Engine(Protocol):
 
 
 ENGINE: ContextVar[Engine | None] = ContextVar("engine", default=None)
-"""The engine of the present client's work, if any."""
+"""The engine of the current client's work, if any."""
 
 
 # -----------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def train(
         Terms of the objective besides those of the settings.
     before_step : Callable, optional
         Called with each mini-batch, inputs and labels, before the step; it may differentiate the
-        network, and leaves its weights as they are.
+        network, but does not change its weights.
 
     Returns
     -------
@@ -423,7 +423,7 @@ def train(
         if loss is not None:
             return loss
     if settings.dropout:
-        # It is in hooks of the network, which others share.
+        # Dropout is made by hooks of the network, which other clients would share.
         ENGINE.set(None)
     try:
         return _train_here(

@@ -92,7 +92,7 @@ GPUS = ("cuda", "mps")
 MOST_THREADS = 1024
 
 _TOLERANCE = 1e-2
-"""Relative; GPUs may round the inputs of convolutions to 10 bits."""
+"""Relative tolerance, since GPUs may round the inputs of convolutions to 10 bits."""
 _WORTHWHILE = 0.9
 """Maximum relative time of more threads or a GPU to be preferred."""
 _ROUNDS = 4
@@ -135,7 +135,7 @@ def ways_of(node: Mapping[str, object]) -> list[Way]:
     """
     places = accelerators(node.get(ACCELERATOR, CPU))
     counts = thread_counts(node.get(THREADS, 1))
-    # A GPU is fed by one thread.
+    # With a GPU, one CPU thread suffices.
     return [Way(p, n) for p in places for n in (counts if p == CPU else counts[:1])]
 
 
@@ -206,8 +206,8 @@ def fastest(
     ways : Sequence[Way]
         Candidates, the simplest first.
     build : Callable
-        Returns the network on an accelerator. Its weights are kept, its gradient and statistics
-        not.
+        Returns the network on an accelerator. The weights are restored, but not gradient and
+        statistics.
     x, y : NDArray
         Inputs and labels of the mini-batch.
     """
@@ -216,7 +216,7 @@ def fastest(
     seconds = dict.fromkeys(ways, math.inf)
     before, started = torch.get_num_threads(), time.perf_counter()
     try:
-        # The ways take turns; the first step in each is the slowest.
+        # The ways take turns; the first step of each, the slowest, is not timed.
         for number in range(1 + _ROUNDS):
             for way in ways:
                 took = _timed_step(way, build(way.accelerator), x, y)

@@ -728,8 +728,8 @@ class Regression(Objective):
     def likelihoods(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return how likely some samples are under each model, as shares of the best.
 
-        How noisy the quantity is, is unknown: with normal noise whose variance is integrated out
-        (Jeffreys' prior), n samples of the mean loss L have a likelihood proportional to L^(−n/2).
+        The noise of the quantity is unknown. For normal noise whose variance is integrated out
+        (Jeffreys' prior), n samples with mean loss L have a likelihood proportional to L^(−n/2).
         """
         sums = np.maximum(losses.sum(axis=1), np.finfo(np.float64).tiny)
         return np.asarray((sums.min() / sums) ** (losses.shape[1] / 2))
@@ -750,14 +750,15 @@ def objective_of(shape: DataShape) -> Objective:
 
 
 class DeployedNetwork(nn.Module):
-    """A network with the normalisation of its inputs; of a regression, also that of its output.
+    """A network with the normalisation of its inputs and, for a regression, of its output.
 
     Parameters
     ----------
     network : nn.Module
         The network as it is trained.
     data : Dataset
-        Says how inputs are normalised; see :func:`raceme.datasets.described`.
+        Determines the normalisation of inputs; see :func:`raceme.datasets.described`.
+
     """
 
     mean: Tensor
@@ -789,7 +790,7 @@ def deployed_network(
     Raises
     ------
     UserError
-        They are not those of the network, which may be a user's own and have been changed.
+        The weights do not fit the network, which may be a user's own that has changed.
     """
     shape = data.shape
     network = build(str(config.model), shape.input_shape, shape.outputs, 0, shape.tokens)
@@ -845,7 +846,7 @@ def raw_type(data: Dataset) -> str:
 
 
 def raw_inputs(data: Dataset, count: int) -> NDArray[Any]:
-    """Return random inputs as they are before they are normalised, the same each time."""
+    """Return random inputs before normalisation, the same in every call."""
     rng, shape, kind = np.random.default_rng(0), (count, *data.shape.input_shape), raw_type(data)
     if kind != "float32":
         return rng.integers(0, data.tokens or 256, shape).astype(kind)
@@ -854,13 +855,13 @@ def raw_inputs(data: Dataset, count: int) -> NDArray[Any]:
 
 
 _ABOUT = "model.json"
-"""A member of a model file: what :func:`description_of` returns, and which version it is."""
+"""A member of a model file: the result of :func:`description_of`, with the version."""
 
 
 def write_model_file(
     path: Path, network: DeployedNetwork, data: Dataset, about: Mapping[str, Any]
 ) -> None:
-    """Write a model for an application that may read the file at any time: whole, or not at all.
+    """Write a model atomically for an application that may read the file at any time.
 
     It is TorchScript, with its description as the extra file ``model.json``, and takes any number
     of inputs.
@@ -868,15 +869,15 @@ def write_model_file(
     Raises
     ------
     OSError
-        It cannot be written; what was there before still is.
+        It cannot be written; a former file is unchanged.
     """
     example = torch.from_numpy(raw_inputs(data, _PROBE))
     with warnings.catch_warnings(), torch.inference_mode():
-        # torch recommends torch.export, which takes seconds instead of a tenth of one.
+        # torch recommends torch.export, which takes seconds instead of a tenth of a second.
         warnings.simplefilter("ignore")
         trace: Callable[..., Any] = torch.jit.trace
         traced = trace(network.eval(), example, check_trace=False)
-    # Not to a path: where the disk is full torch aborts the process.
+    # Not written to a path, as torch aborts the process if the disk is full.
     content = traced.save_to_buffer(_extra_files={_ABOUT: json.dumps(about)})
     with atomic_write(path) as file:
         file.write_bytes(content)
@@ -956,13 +957,13 @@ class Samples:
         return self._at(np.flatnonzero(wanted))
 
     def every_other(self, first: int) -> Samples:
-        """Return every other sample, from the given one on (copied); a single one in any case."""
+        """Return every other sample, from the given one on (copied); at least one."""
         return self.where(np.arange(len(self)) % 2 == first % 2) if len(self) > 1 else self
 
     def balanced(self) -> Samples:
-        """Return as many samples, of all classes equally many (copied): of rare ones, repeated.
+        """Return as many samples with balanced classes (copied), repeating samples of rare ones.
 
-        Samples of a quantity are returned as they are.
+        Samples of a regression are returned unchanged.
         """
         if self.y.is_floating_point():
             return self
@@ -1013,10 +1014,10 @@ _CLASSIFICATION = Objective()
 
 
 def _divided(module: nn.Module, accelerator: str) -> tuple[nn.Sequential, nn.Module]:
-    """Divide a network after its last pooling, if oneDNN knows all layers so far.
+    """Divide a network after its last pooling, if oneDNN supports all layers before.
 
-    In oneDNN's own layout, made once, the first part of a test takes half to four fifths of the
-    time. Training does not gain. Measured on x86-64, and used there alone.
+    Tests of the first part take half to four fifths of the time in oneDNN's own layout. Training
+    does not gain. Measured on x86-64, and used only there.
     """
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     is_measured = accelerator == "cpu" and platform.machine() in ("x86_64", "AMD64")
@@ -1032,7 +1033,7 @@ def _is_known_to_onednn(layer: nn.Module) -> bool:
     kind = type(layer)
     if kind is nn.Conv2d:
         is_plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        # Not a weight that is computed from others before each pass, as by `weight_norm`.
+        # Weights that are computed before each pass, e.g. by `weight_norm`, are not supported.
         is_stored = isinstance(layer.weight, nn.Parameter) and layer.weight.dtype is torch.float32
         return is_plain and is_stored
     if kind is nn.MaxPool2d:
@@ -1041,7 +1042,7 @@ def _is_known_to_onednn(layer: nn.Module) -> bool:
 
 
 def _convolved(x: Tensor, layer: nn.Conv2d) -> Tensor:
-    """Apply a convolution in oneDNN's own layout, to the weights of the moment."""
+    """Apply a convolution with the present weights in oneDNN's own layout."""
     # `torch.utils.mkldnn` keeps a scripted copy of the weights, which change with every model.
     weight, bias = layer.weight.to_mkldnn(), layer.bias
     bias = None if bias is None else bias.to_mkldnn()
@@ -1171,7 +1172,7 @@ class Network:
         return spec
 
     def restore(self, record: ArrayRecord) -> None:
-        """Load some of the arrays, those of :meth:`keep`.
+        """Load arrays that :meth:`keep` returned.
 
         Raises
         ------

@@ -1,7 +1,7 @@
-"""Personal models of clients: layers, a model or a share of one that never leave the device.
+"""Personal models of clients: layers, models or shares that never leave the device.
 
-The kinds of work of FedPer, FedRep, FedSoft, Ditto and APFL, and what makes of the server's model
-the one that a client is tested with.
+The kinds of work of FedPer, FedRep, FedSoft, Ditto and APFL, and the completions of the server's
+model for a client's tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raceme.training.models import Network, is_usable
 from raceme.training.work import OWN_MODEL, ClientWork, WorkResult, losses_of, train_model
 
 HEAD = "head"
-"""Record of a client's state: the arrays of the last layers, which it keeps."""
+"""Record of a client's state: the arrays of its own last layers."""
 ALPHA = "alpha"
 """Record of a client's state, and its only number: α, the share of its own model."""
 
@@ -34,7 +34,7 @@ ALPHA = "alpha"
 
 
 def train_split(work: ClientWork) -> WorkResult:
-    """Train the received layers below the client's own last ones; return the former.
+    """Train the received layers below the client's own last ones; return the received layers.
 
     With ``head-epochs`` the head is trained first, and then the body (FedRep); otherwise both
     together (FedPer). In the answer the head is the received one.
@@ -53,7 +53,7 @@ def train_split(work: ClientWork) -> WorkResult:
         masked = {names.MASK: mask_of(network, network.slices.keys() - head)}
     answer = train_model(work, model, arrays=masked)
     assert answer.model is not None, "training answers with a model"
-    # A training that diverged is refused by the server; it must not spoil all that follow.
+    # The server refuses a diverged training; its weights must not enter the client's state.
     if is_usable(network.weights):
         work.state[HEAD] = network.keep(head)
     answer.model.update({name: received[name] for name in head})
@@ -78,7 +78,7 @@ def head_arrays(network: Network, layers: int) -> list[str]:
 
 
 def mask_of(network: Network, trained: Collection[str]) -> ArrayRecord:
-    """Return the mask by which some arrays of a network are trained, and no others."""
+    """Return the mask that restricts training to some arrays of a network."""
     weights = network.module.named_parameters()
     return array_record(
         {
@@ -109,14 +109,14 @@ def train_own(work: ClientWork) -> WorkResult:
     own = work.state.array_records.get(OWN_MODEL, received)
     answer = train_model(work, own, arrays={**work.arrays, names.ANCHOR: received})
     assert answer.model is not None, "training answers with a model"
-    # A training that diverged must not spoil all that follow.
+    # The weights of a diverged training must not enter the client's state.
     if is_usable(work.client.network.weights):
         work.state[OWN_MODEL] = answer.model
     return answer
 
 
 def train_beside(work: ClientWork) -> WorkResult:
-    """Train the client's own model (Ditto), and the received one without a pull; return that."""
+    """Train the client's own model (Ditto) and, without a pull, the received one; return that."""
     train_own(replace(work, settings=ConfigRecord({**work.settings, names.SCORED: 0})))
     free = ConfigRecord({**work.settings, names.PROXIMAL_MU: 0.0})
     return train_model(replace(work, settings=free), work.model)
@@ -182,7 +182,7 @@ def _stated_shares(work: ClientWork, count: int) -> NDArray[np.float64]:
 
 @dataclass(eq=False)
 class _Own:
-    """v: weights of a client's own, and their gradient, each of shape (d,)."""
+    """v: the client's own weights, and their gradient, shape (d,) each."""
 
     weights: Tensor
     gradient: Tensor
@@ -207,7 +207,7 @@ def train_interpolated(work: ClientWork) -> WorkResult:
         statistics = [values.clone() for values in network.module.buffers()]
         network.weights.mul_(1 - alpha).add_(own.weights, alpha=alpha)
         differentiate(network, x, y)
-        # Those of batch normalisation are of w, which is federated averaging's model.
+        # The arrays of batch normalisation belong to w, the model of federated averaging.
         for values, former in zip(network.module.buffers(), statistics, strict=True):
             values.copy_(former)
         if adaptive:
@@ -232,13 +232,13 @@ def use_interpolation(work: ClientWork) -> None:
 
 
 def _alpha(work: ClientWork) -> float:
-    """Return α: the client's own, or the one that the method starts with."""
+    """Return α: the client's own, at first the method's initial value."""
     if ALPHA in work.state:
         return float(str(work.state.config_records[ALPHA][ALPHA]))
     return work.number(names.OWN_SHARE, None)
 
 
 def _own_weights(work: ClientWork) -> Tensor:
-    """Return v; the received weights, which the network holds, before there are any."""
+    """Return v; at first the received weights, which are in the network."""
     network, kept = work.client.network, work.state.array_records
     return network.read_weights(kept[OWN_MODEL]) if OWN_MODEL in kept else network.weights.clone()

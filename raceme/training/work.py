@@ -175,7 +175,7 @@ class ClientWork:
         model = network.write(spec)
         if self._keeps_batch_norm:
             own = network.keep(network.batch_norm)
-            # A training that diverged must not spoil all that follow.
+            # Arrays of a diverged training must not enter the client's state.
             if is_usable(network.weights) and all(
                 np.isfinite(from_array(array)).all() for array in own.values()
             ):
@@ -228,8 +228,8 @@ class ClientWork:
     def generator(self, part: int = 0) -> np.random.Generator:
         """Return the generator of the work's random choices.
 
-        It is made anew for each piece of work, from the seed of the run, the client and the
-        number of the request, and for each part of the work.
+        It is derived from the seed of the run, the client, the number of the request, and the part
+        of the work.
         """
         entropy = [*self.entropy, part] if part else self.entropy
         return np.random.default_rng(np.random.SeedSequence(entropy))
@@ -241,7 +241,7 @@ class ClientWork:
 
     @property
     def request(self) -> int:
-        """The number of the task; in rounds, whose messages have none, that of the round."""
+        """The number of the task; in rounds, whose messages lack it, the number of the round."""
         return int(self.number(names.TASK, self.number(names.ROUND, 0)))
 
 
@@ -312,9 +312,9 @@ def answer_to(work: ClientWork) -> WorkResult:
 # -----------------------------------------------------------------------------
 # Quality of uploads: additional tests of a client, for reports only.
 #
-# Li and Zhu ("Towards Client Driven Federated Learning") test what a client uploads, "client
-# before", and the model that it gets in return, "client after", both on test data of the mixture
-# that it was trained on. The latter is measured at the client's next message.
+# Li and Zhu ("Towards Client Driven Federated Learning") test a client's uploaded model, "client
+# before", and the model returned for it, "client after", both on test data of the mixture that the
+# upload was trained on. The latter is tested at the client's next message.
 #
 # The tests, enabled by the setting ``scored``, do not change training.
 # -----------------------------------------------------------------------------
@@ -441,9 +441,9 @@ def _completed_by(work: ClientWork) -> str:
 def test_steps(work: ClientWork) -> WorkResult:
     """Test received models on the client's test samples of the steps that the message names.
 
-    A model is completed for the tested step, by the client's present samples: those of the tested
-    step serve for the test alone. Steps whose data cannot be loaded, or were in a device's file
-    that was replaced, give NaN.
+    A model is completed for the tested step with the client's present samples; samples of the
+    tested step are used for the test only. Steps without data, e.g. because a device's file was
+    replaced, give NaN.
 
     Raises
     ------
@@ -467,7 +467,7 @@ def test_steps(work: ClientWork) -> WorkResult:
         except UserError:
             continue
         if work.settings.get(names.UNTRAINED, False) and place == len(steps) - 1:
-            # Before it has trained, a client has nothing to add: no own arrays either.
+            # The untrained model is tested without the client's own arrays.
             network.read(models[index])
         else:
             completing = replace(there, client=work.client)
@@ -482,12 +482,12 @@ def test_steps(work: ClientWork) -> WorkResult:
 
 
 def use(work: ClientWork) -> WorkResult:
-    """Write a received model to the application's file, and state the version in it.
+    """Write a received model to the application's file; state the version in the file.
 
     Raises
     ------
     OSError
-        The file cannot be written: it keeps what it has.
+        The file cannot be written; it is unchanged.
     """
     if not work.model_file:
         return WorkResult({names.USES: 0})
@@ -508,7 +508,7 @@ def use(work: ClientWork) -> WorkResult:
 
 
 def _version_in(path: Path) -> dict[str, Value]:
-    """Return which version a model file holds, as far as it says."""
+    """Return the version that a model file states, if any."""
     about, told = read_model_file(path), dict[str, Value]()
     for name, key, kind in (
         (names.USED_RUN, "run_id", str),

@@ -40,7 +40,6 @@ FILES = {
     "similarity.npz",
     "similarity.png",
     "summary.json",
-    "wall-times.csv",
 }
 
 
@@ -225,7 +224,7 @@ def test_help_shows_types_and_units(
     assert "--clients INTEGER" in " ".join(raceme(tmp_path, "up", "--help").stdout.split())
 
 
-def test_a_fleet_that_is_gone_ends_the_run(raceme: Typed, tmp_path: Path) -> None:
+def test_a_run_ends_when_its_fleet_has_gone_offline(raceme: Typed, tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text("[device]\njitter = 0.1\nonline = [[0, 4]]\n")
     keys = ["--clients", "8", "--devices", "fleet.toml", "--workers", "0"]
     finished = raceme(tmp_path, "run", *keys, "--out", "out")
@@ -237,13 +236,15 @@ def test_a_fleet_that_is_gone_ends_the_run(raceme: Typed, tmp_path: Path) -> Non
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES | {"measure-gap.png"}
 
 
-def test_a_mistyped_command_is_told_once_what_was_meant(raceme: Typed, tmp_path: Path) -> None:
+def test_a_mistyped_command_gets_one_suggestion(raceme: Typed, tmp_path: Path) -> None:
     mistyped = raceme(tmp_path, "rnu")
     assert mistyped.returncode == 2
     assert mistyped.stderr.count("Did you mean 'run'?") == 1
 
 
-def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_and_the_version_are_printed(
+    raceme: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
     def typed(*arguments: str) -> Any:
@@ -292,7 +293,7 @@ def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.Mo
     assert raceme(tmp_path, "--version").stdout.startswith("raceme ")
 
 
-def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Path) -> None:
+def test_a_mistyped_argument_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('lr = 0.1\n[casa]\ngamma = "x"\n')
     (tmp_path / "key.toml").write_text("[casa]\ngama = 0.1\n")
     for arguments, expected in (
@@ -326,7 +327,7 @@ def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"mine.toml", "key.toml"}
 
 
-def test_training_that_diverges_is_said(raceme: Typed, tmp_path: Path) -> None:
+def test_training_that_diverges_is_reported(raceme: Typed, tmp_path: Path) -> None:
     done = raceme(tmp_path, "run", *SMALL, "--lr", "1e9", "--out", "out")
     assert done.returncode == 0
     assert "lower lr" in " ".join(done.stdout.split())
@@ -334,7 +335,7 @@ def test_training_that_diverges_is_said(raceme: Typed, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_drift_after_the_end_of_the_run_is_said(raceme: Typed, tmp_path: Path) -> None:
+def test_a_drift_after_the_end_of_the_run_is_reported(raceme: Typed, tmp_path: Path) -> None:
     run = ["run", *SMALL, "--drift", "swap-part"]
     for late, limits in ((True, []), (True, ["--max-time", "3"]), (False, [])):
         at = "drift-at=900s" if late else "drift-at=2s"
@@ -345,7 +346,7 @@ def test_a_drift_after_the_end_of_the_run_is_said(raceme: Typed, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_drift_that_the_devices_do_not_reach_is_said_at_the_start(
+def test_a_drift_that_the_devices_do_not_reach_is_reported_at_the_start(
     raceme: Typed, tmp_path: Path
 ) -> None:
     """Eight devices, a second for an update each: 24 updates take 3 s."""
@@ -394,7 +395,7 @@ FLIP = {"clients": 10, "attack": "label-flip"}
     ],
     ids=str,
 )
-def test_what_cannot_work_in_a_fleet_is_warned_of(
+def test_impossible_settings_of_a_fleet_are_warned_of(
     keys: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     short = {"max-updates": 2, "workers": "0", "out": str(tmp_path / "out")}
@@ -404,7 +405,7 @@ def test_what_cannot_work_in_a_fleet_is_warned_of(
     assert ("missed_attack" in summary) is (NEVER in said)
 
 
-def test_what_cannot_work_is_said_before_any_work(command: Commands, tmp_path: Path) -> None:
+def test_an_impossible_run_is_refused_before_any_work(command: Commands, tmp_path: Path) -> None:
     flip = ("--attack", "label-flip", "--attack-start", "900")
     output, run = tmp_path / "said.txt", ("run", "--max-updates", "2", "--workers", "0", "--out")
     assert command.run(*run, str(tmp_path / "out"), "--clients", "8", *flip, output=output) == 0
@@ -414,7 +415,7 @@ def test_what_cannot_work_is_said_before_any_work(command: Commands, tmp_path: P
     assert "label-flip never happened" in " ".join(text.split())
 
 
-def test_resuming_below_what_is_done_is_refused_and_loses_nothing(
+def test_resuming_with_a_limit_below_the_updates_is_refused_and_loses_nothing(
     raceme: Typed, tmp_path: Path
 ) -> None:
     assert (

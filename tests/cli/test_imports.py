@@ -96,10 +96,12 @@ DEVICE = ("device", "--superlink", "127.0.0.1:1")
         ("certs", "--out", "certs"),
         ("compare", "casa", "--budget", "time=soon"),
         ("compare", "casa", "--seeds", "5..2"),
+        ("run", "--seeds", "3"),
+        ("run", "--attackers", "0.3"),
     ],
     ids=" ".join,
 )
-def test_mistakes_of_typing_need_no_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_mistyped_commands_need_no_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
     assert "torch" not in imported(command(*arguments), tmp_path)
 
 

@@ -53,7 +53,7 @@ def test_an_app_is_simulated(tmp_path: Path, command: Commands) -> None:
     assert "client-19" in page
 
 
-def test_exit_codes(tmp_path: Path, command: Commands) -> None:
+def test_exit_codes_tell_why_a_simulation_ended(tmp_path: Path, command: Commands) -> None:
     few = ("--clients", "2", "--workers", "0")
     code, text = typed(command, tmp_path, "simulate", str(tmp_path))
     assert code == 2

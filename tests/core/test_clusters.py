@@ -1,4 +1,4 @@
-"""Who belongs where: every verb and its one report, bad placements, ids, merged models."""
+"""Clusters: every change and its report, invalid placements, ids, merged models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def report(
 # The verbs.
 
 
-def test_who_joins_is_in_the_only_cluster_and_of_several_in_none() -> None:
+def test_a_new_client_joins_the_only_cluster_and_none_of_several() -> None:
     one, two = with_clients(1), with_clients(2)
     seen = reports_of(one)
     one.join("a")
@@ -64,7 +64,7 @@ def test_who_joins_is_in_the_only_cluster_and_of_several_in_none() -> None:
     assert len(seen) == 1
 
 
-def test_assigning_and_moving() -> None:
+def test_clients_are_assigned_and_moved() -> None:
     clusters = with_clients(3)
     clusters.join("a")
     seen = reports_of(clusters)
@@ -88,7 +88,7 @@ def test_a_report_is_not_changed_by_what_happens_later() -> None:
     assert seen[0].memberships == {"a": {0: 0.5, 1: 0.5}}
 
 
-def test_of_equal_weights_the_first_cluster_is_the_main_one() -> None:
+def test_the_first_of_equally_weighted_clusters_is_the_main_one() -> None:
     assert with_clients(2, a={1: 0.5, 0: 0.5}).main("a") == 1
 
 
@@ -106,7 +106,7 @@ def test_of_equal_weights_the_first_cluster_is_the_main_one() -> None:
         ({0: math.inf}, "must sum to 1, got inf"),
     ],
 )
-def test_a_placement_that_is_none_is_refused_and_changes_nothing(
+def test_an_invalid_placement_is_refused_and_changes_nothing(
     placement: int | Mapping[int, float], message: str
 ) -> None:
     clusters = with_clients(2, a=1)
@@ -122,7 +122,7 @@ def test_weights_may_be_off_by_rounding() -> None:
     assert with_clients(3, a={0: 0.1, 1: 0.2, 2: 0.7}).of("a") == {0: 0.1, 1: 0.2, 2: 0.7}
 
 
-def test_who_is_taken_out_is_served_by_the_largest_cluster() -> None:
+def test_an_unplaced_client_is_served_by_the_largest_cluster() -> None:
     clusters = with_clients(2, a=0, b=0, c=1, d=1, e=1)
     clusters.join("f")
     seen = reports_of(clusters)
@@ -161,7 +161,7 @@ def test_the_largest_cluster_follows_every_change() -> None:
     assert clusters.merge([0, 1, children[0]]) == clusters.largest()
 
 
-def test_founding() -> None:
+def test_a_new_cluster_starts_from_the_given_model() -> None:
     clusters = with_clients(2, a=0, b=1)
     seen = reports_of(clusters)
     assert clusters.found(model(9), ["b", "new"]) == 2
@@ -174,7 +174,7 @@ def test_founding() -> None:
     ]
 
 
-def test_splitting() -> None:
+def test_a_split_creates_clusters_from_the_model_of_their_parent() -> None:
     clusters = with_clients(2, a=0, b={0: 0.25, 1: 0.75}, c=1, d=0, e=0)
     clusters.models[0].replace(np.array([5.0], np.float32))
     clusters.leave("d")
@@ -232,7 +232,7 @@ def test_a_merge_needs_two_clusters(sources: list[int]) -> None:
     assert seen == []
 
 
-def test_retiring() -> None:
+def test_a_retired_cluster_leaves_the_others_unchanged() -> None:
     clusters = with_clients(3, a=0, b={0: 0.9, 1: 0.1})
     seen = reports_of(clusters)
     with pytest.raises(ValueError, match="cluster 1 has members and cannot be retired"):
@@ -355,7 +355,7 @@ def test_clusters_count_their_clients(verbs: list[tuple[str, int]]) -> None:
         assert clusters.largest() == max(sizes, key=lambda k: sizes[k])
 
 
-def test_nothing_is_kept_of_clusters_that_come_and_go() -> None:
+def test_no_state_remains_of_clusters_that_were_given_up() -> None:
     clusters = Clusters({0: Model(np.zeros(1, np.float32))})
     clusters.join("c0")
 

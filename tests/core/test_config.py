@@ -288,7 +288,7 @@ def test_an_assignment_needs_a_key_and_an_equals_sign(text: str) -> None:
         ("casa.gamma", "x", "casa.gamma must be a number"),
     ],
 )
-def test_mistakes_are_explained(name: str, value: Value, message: str) -> None:
+def test_error_messages_explain_mistakes(name: str, value: Value, message: str) -> None:
     with pytest.raises(UserError, match=message):
         RunConfig.from_mapping({**chosen_for(name), name: value})
 

@@ -138,7 +138,7 @@ def test_panicle_trains_the_regression_of_a_quickstart_in_a_few_rounds(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_too_short_to_train_says_so(lines: list[str]) -> None:
+def test_a_run_too_short_to_train_reports_it(lines: list[str]) -> None:
     grid = grid_of(numpy_app(), nodes=6)
     Panicle().start(grid, initial_numpy(), max_updates=6)
     (said,) = (line for line in lines if "changed no model" in line)
@@ -161,7 +161,7 @@ def test_a_method_that_changes_no_model_ends_all_the_same() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NEEDS_KINDS)
-def test_with_what_they_say_they_work(name: str) -> None:
+def test_apps_that_state_what_methods_need_work_with_them(name: str) -> None:
     seen: list[events.Event] = []
     grid = grid_of(app_with_kinds(), nodes=6)
     strategy = STRATEGIES[name]()
@@ -267,7 +267,7 @@ def test_the_pytorch_quickstart_splits_and_its_models_load(lines: list[str]) -> 
     assert float(ended) >= sum(rounds) - 0.5 > 1.0
 
 
-def test_the_scikit_learn_quickstart(lines: list[str]) -> None:
+def test_the_scikit_learn_quickstart_runs(lines: list[str]) -> None:
     result = FedBuff(k=2).start(grid_of(sklearn_app()), initial_regression(), num_rounds=3)
     coefficients, intercept = result.arrays.to_numpy_ndarrays()
     assert coefficients.shape == (CLASSES, INPUTS)
@@ -300,7 +300,7 @@ def test_another_metric_is_the_accuracy_if_the_user_says_so() -> None:
     assert report.accuracy == pytest.approx(report.loss)
 
 
-def test_messages_say_what_flowers_own_strategies_say() -> None:
+def test_messages_have_the_settings_of_flowers_own_strategies() -> None:
     """No record and no setting that a user's function could stumble over."""
     sent: list[tuple[str, list[str], dict]] = []
     grid = grid_of(numpy_app(), nodes=2)
@@ -487,7 +487,7 @@ def test_a_test_is_of_the_round_that_is_over(name: str) -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_test_that_fails_is_told_once_for_each_client(raises: bool, lines: list[str]) -> None:
+def test_a_test_that_fails_is_reported_once_for_each_client(raises: bool, lines: list[str]) -> None:
     def evaluate(msg: Message, context: Context) -> Message:
         if raises:
             raise ValueError("no test data")
@@ -508,7 +508,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
         CASA().start(grid_of(numpy_app()), initial_numpy(), timeout=timeout)
 
 
-def test_an_app_that_cannot_train_is_said() -> None:
+def test_an_app_that_cannot_train_is_reported() -> None:
     with pytest.raises(UserError, match=r"cannot train: .* @app.train\(\)"):
         CASA().start(grid_of(ClientApp()), initial_numpy())
 
@@ -547,7 +547,7 @@ def test_what_raceme_logs_is_seen_with_flowers_lines(lines: list[str]) -> None:
     FedBuff().start(grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=2)
     said = re.compile(r"The update of node-1000 was rejected: error \d+: .*no disk")
     assert any(said.match(line) for line in lines)
-    assert any("the run has 6: it will stay as it is" in line for line in lines)
+    assert any("the run has 6: the model will not" in line for line in lines)
     logger = logging.getLogger("raceme")
     assert not logger.handlers
     assert logger.propagate
@@ -565,7 +565,7 @@ def test_the_page_says_what_the_error_says() -> None:
         assert SPOKEN.get(name, name) in (others if name in NEEDS_KINDS else any_app).lower(), name
 
 
-def test_what_a_method_cannot_do_is_one_line_of_flowers_log(lines: list[str]) -> None:
+def test_an_unsupported_use_is_one_line_of_flowers_log(lines: list[str]) -> None:
     """As Flower's runtime ends: with the exception, and an exit code that says nothing more."""
     trees = ArrayRecord([np.frombuffer(b"a tree", np.uint8)])
     flower = logging.getLogger("flwr")

@@ -1,4 +1,4 @@
-"""What a strategy can be made with in the place of one of Flower's."""
+"""Arguments of a strategy that replaces one of Flower's."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_share_that_trains_is_that_of_a_round_where_there_are_rounds() -> No
         ({"train_metrics_aggr_fn": 3}, "train_metrics_aggr_fn must be a function or None, got 3"),
     ],
 )
-def test_what_means_nothing_is_said(arguments: dict, words: str) -> None:
+def test_arguments_without_effect_are_reported(arguments: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         CASA(**arguments)
 
@@ -121,19 +121,21 @@ def test_arguments_by_position_are_no_parameters() -> None:
         ({"initial_arrays": ArrayRecord()}, "initial_arrays must be an ArrayRecord with the model"),
     ],
 )
-def test_a_start_that_is_impossible_is_said(told: dict, words: str) -> None:
+def test_an_impossible_start_is_an_error(told: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         CASA().start(grid_of(numpy_app()), **{"initial_arrays": initial_numpy(), **told})
 
 
-def test_one_of_flowers_strategies_around_one_of_ours_is_said() -> None:
+def test_a_strategy_of_flower_around_one_of_ours_is_an_error() -> None:
     wrapped = flower.DifferentialPrivacyServerSideFixedClipping(CASA(), 0.1, 1.0, 5)
     with pytest.raises(UserError, match=r"cannot be put around it.* CASA's .* LocalDpMod"):
         wrapped.start(grid_of(numpy_app()), initial_numpy())
 
 
 def test_nodes_that_never_come_are_not_waited_for_on_virtual_time() -> None:
-    with pytest.raises(UserError, match="Only 3 of min_available_nodes=5 nodes have come in 60"):
+    with pytest.raises(
+        UserError, match="Only 3 of min_available_nodes=5 nodes connected within 60"
+    ):
         CASA(min_available_nodes=5).start(
             grid_of(numpy_app(), nodes=3), initial_numpy(), timeout=60.0
         )

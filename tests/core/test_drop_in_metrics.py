@@ -1,4 +1,4 @@
-"""What users' ClientApps measure: named by keys, and averaged by weight."""
+"""Metrics of users' ClientApps: named by keys, and averaged by weight."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_a_model_is_translated_once_for_many_clients() -> None:
     assert plain.sent(plain.initial) is plain.initial
 
 
-def test_a_model_of_which_nothing_can_be_trained() -> None:
+def test_a_model_without_trainable_arrays_is_refused() -> None:
     for useless in (torch.tensor([True]), torch.tensor([1, 2]), torch.tensor([math.nan])):
         with pytest.raises(UserError, match="holds no finite floating-point numbers"):
             DtypeAdapter(ArrayRecord({"w": useless}))
@@ -132,7 +132,7 @@ def test_a_model_of_which_nothing_can_be_trained() -> None:
         DtypeAdapter(ArrayRecord({"w": Array("float32", (1,), "numpy.ndarray", b"nonsense")}))
 
 
-def test_many_names_are_not_all_listed() -> None:
+def test_long_lists_of_names_are_shortened() -> None:
     wire = DtypeAdapter(ArrayRecord({str(index): torch.ones(1) for index in range(9)}))
     with pytest.raises(InvalidModelError, match=r"without '1', '2', '3' and 5 more$"):
         wire.received(ArrayRecord({"0": torch.ones(1)}))

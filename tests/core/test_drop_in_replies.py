@@ -1,4 +1,4 @@
-"""Replies of users' ClientApps that are unlike what was hoped for."""
+"""Unexpected replies of users' ClientApps."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_model_with_other_arrays() -> None:
     }
 
 
-def test_several_models_in_one_reply() -> None:
+def test_several_models_in_one_reply_are_refused() -> None:
     def spoil(reply: Message, context: Context) -> None:
         reply.content["head"] = ArrayRecord([np.zeros(2)])
 
@@ -102,7 +102,7 @@ def test_several_models_in_one_reply() -> None:
         CASA().start(grid_of(numpy_app(spoil)), initial_numpy())
 
 
-def test_a_model_under_a_name_of_the_users() -> None:
+def test_a_model_may_have_another_record_name() -> None:
     def spoil(reply: Message, context: Context) -> None:
         reply.content["model"] = reply.content.pop("arrays")
         reply.content["scores"] = reply.content.pop("metrics")
@@ -126,7 +126,9 @@ def test_a_weight_of_zero_counts_for_nothing() -> None:
         "node-1001",
         "node-1002",
     }
-    assert set(refusals(seen)) == {"error 0: its weight 'num-examples' is 0: it counts for nothing"}
+    assert set(refusals(seen)) == {
+        "error 0: its weight 'num-examples' is 0: the update would have no effect"
+    }
 
 
 def test_weights_that_are_no_numbers_of_examples() -> None:
@@ -187,7 +189,7 @@ def test_a_weight_that_is_missing_is_named() -> None:
         CASA().start(grid_of(numpy_app(spoil)), initial_numpy())
 
 
-def test_a_negative_weight_is_said() -> None:
+def test_a_negative_weight_is_reported() -> None:
     def spoil(reply: Message, context: Context) -> None:
         reply.content["metrics"] = MetricRecord({"num-examples": -5})
 
@@ -195,13 +197,13 @@ def test_a_negative_weight_is_said() -> None:
         FedAvg().start(grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=1)
 
 
-def test_metrics_of_some_clients_are_said_to_have_no_mean(caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_that_not_all_clients_state_have_no_mean(caplog: pytest.LogCaptureFixture) -> None:
     def spoil(reply: Message, context: Context) -> None:
         more = {"f1": 0.5} if partition(context) else {"curve": [1.0]}
         reply.content["metrics"] = MetricRecord({"num-examples": 10, "train_loss": 1.0, **more})
 
     FedAvg().start(grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=2)
-    said = [line for line in caplog.messages if line.startswith("Left out of the means")]
+    said = [line for line in caplog.messages if line.startswith("No mean of these metrics")]
     assert len(said) == 1
     assert said[0].endswith("lists of other lengths: curve, f1")
 
@@ -220,14 +222,14 @@ def test_an_error_on_ray_is_its_last_line() -> None:
 @pytest.mark.parametrize(
     ("dtype", "said"), [("complex64", "'0' is complex"), (">f4", "'0' is of another byte order")]
 )
-def test_initial_arrays_of_another_kind_are_said(dtype: str, said: str) -> None:
+def test_initial_arrays_of_another_kind_are_an_error(dtype: str, said: str) -> None:
     arrays = ArrayRecord([np.ones(3, dtype), np.ones(2, np.float32)])
     with pytest.raises(UserError, match=f"{said}.* give real numbers of this machine"):
         FedAvg().start(grid_of(numpy_app(), nodes=2), arrays, num_rounds=1)
 
 
 @pytest.mark.parametrize("weight", [-5, -0.5, math.nan, math.inf])
-def test_a_weight_that_is_none_is_said(weight: float) -> None:
+def test_an_invalid_weight_is_reported(weight: float) -> None:
     def spoil(reply: Message, context: Context) -> None:
         reply.content["metrics"] = MetricRecord({"num-examples": weight, "train_loss": 1.0})
 
@@ -259,7 +261,7 @@ def test_clients_that_are_yet_to_say_how_many_examples_they_have_are_not_taken_f
     strategy.start(grid_of(numpy_app(spoil)), initial_numpy(), num_rounds=1)
     fleet = strategy.progress.fleet
     assert set(fleet.sizes.values()) == {80}
-    assert fleet.counted("node-1000", 80) == 80
+    assert fleet.plausible_examples("node-1000", 80) == 80
     # Of ten nodes some have not answered yet.
     assert len(fleet.sizes) < len(fleet.clients)
 
@@ -270,7 +272,7 @@ def named(reply: Message, context: Context) -> None:
     reply.content["config"] = ConfigRecord({"client-id": identity})
 
 
-def test_who_states_an_id_is_known_by_it() -> None:
+def test_a_client_is_known_by_the_id_that_it_states() -> None:
     seen: list[events.Event] = []
     result = CASA().start(
         grid_of(numpy_app(named), nodes=2), initial_numpy(), num_rounds=2, observe=seen.append
@@ -282,7 +284,7 @@ def test_who_states_an_id_is_known_by_it() -> None:
     assert set(evaluated[-1].per_client) == {"robot-0", "robot-1"}
 
 
-def test_a_device_that_comes_back_as_another_node_is_the_client_that_it_was() -> None:
+def test_a_device_that_reconnects_as_another_node_is_the_same_client() -> None:
     """Node 1000 leaves at 10 s, and the same device is there as node 1002 from 20 s on."""
     nodes = [
         Node(1000, Device(online=((0.0, 10.5),)), {"partition-id": 0}),
@@ -305,7 +307,7 @@ def test_a_device_that_comes_back_as_another_node_is_the_client_that_it_was() ->
     assert set(late) == {"robot-0", "robot-1"}
 
 
-def test_an_id_of_which_there_are_two_is_taken_once() -> None:
+def test_only_one_of_two_nodes_with_the_same_id_takes_part() -> None:
     seen: list[events.Event] = []
     CASA().start(
         grid_of(numpy_app(named), nodes=3), initial_numpy(), max_updates=20, observe=seen.append

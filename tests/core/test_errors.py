@@ -1,4 +1,4 @@
-"""Text of unknown origin is one printable line; lines about a device say which it is."""
+"""Text of unknown origin becomes one printable line; lines about a device name it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_line_that_names_a_device_has_it_as_a_field(path: Path) -> None:
         assert without == []
 
 
-def test_one_of_something_is_no_plural() -> None:
+def test_one_is_singular() -> None:
     assert [plural(count, "sample") for count in (0, 1, 1000)] == [
         "0 samples",
         "1 sample",

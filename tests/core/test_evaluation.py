@@ -1,4 +1,4 @@
-"""Evaluations where testing is no longer free: one set of models, each client when it is free."""
+"""Evaluations that cost time: all clients test the same models, each when it is idle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def accuracy(*distances: float) -> float:
     return float(np.mean([1 / (1 + abs(d) * np.sqrt(8)) for d in distances]))
 
 
-def test_all_test_the_models_of_one_moment_each_when_it_is_next_free() -> None:
+def test_all_clients_test_the_same_models_each_when_it_is_next_idle() -> None:
     # Targets 8 and −8; c0 needs 1 s, c1 3 s. The model is 2 at 1 s and 3.5 at 2 s; at 3 s c1's
     # −4 makes it −0.25, and then c0's (3.5 + 8) / 2 = 5.75 makes it 2.75.
     grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0)))
@@ -158,7 +158,7 @@ class Inviting(FedAsync):
         return OnRequest(RequestParameters("device"))
 
 
-def test_who_holds_an_invitation_is_tested_meanwhile_and_keeps_it() -> None:
+def test_an_invited_client_is_tested_and_keeps_its_invitation() -> None:
     # c1 is done at 20 s. Asked when it is free, it would hold up the reports until then.
     grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 20.0)))
     seen = run(Inviting(), grid, num_rounds=45, eval_every=2)
@@ -193,7 +193,9 @@ def test_a_target_does_not_count_before_enough_have_answered() -> None:
 
 
 @pytest.mark.parametrize(("answered", "asked", "counts"), [(9, 10, True), (8, 9, False)])
-def test_nine_tenths_are_enough(answered: int, asked: int, counts: bool) -> None:
+def test_a_target_counts_once_nine_tenths_of_the_clients_have_answered(
+    answered: int, asked: int, counts: bool
+) -> None:
     scores = {f"c{index}": (0, 1.0, 0.0) for index in range(answered)}
     report = Evaluated(0.0, 0, 1.0, 0.0, 1, scores, asked)
     assert report.counts is counts
@@ -221,7 +223,7 @@ def test_the_weighted_accuracy_counts_test_examples() -> None:
         (None, 0),
     ],
 )
-def test_a_number_of_test_examples_that_is_none_is_not_known(stated: object, examples: int) -> None:
+def test_an_invalid_number_of_test_examples_is_ignored(stated: object, examples: int) -> None:
     score = score_from({"accuracy": 0.5, "num-examples": stated}, 0)
     assert score is not None
     assert (score.accuracy, score.examples) == (0.5, examples)
@@ -270,7 +272,7 @@ def test_rounds_are_evaluated_by_the_same_rule() -> None:
     assert [u.time for u in of(events.UpdateApplied, seen)] == [1.0, 3.0, 4.0, 6.0]
 
 
-def test_who_asks_a_run_to_stop_does_not_wait_for_evaluations() -> None:
+def test_a_stopped_run_does_not_wait_for_evaluations() -> None:
     seen: list[events.Event] = []
     grid = costly(grid_of(pulled_app(), devices(1.0)))
     half().run(

@@ -74,7 +74,7 @@ ERROR = Measure("µg/m³")
         (LOSS_MEASURE, "loss", "loss", "loss", "Loss", "0.512", "0.512"),
     ],
 )
-def test_words(
+def test_events_are_described_in_words(
     measure: Measure, name: str, label: str, word: str, title: str, shown: str, goal: str
 ) -> None:
     assert (measure.name, measure.label, measure.word) == (name, label, word)
@@ -86,7 +86,7 @@ def test_words(
 @pytest.mark.parametrize(
     ("measure", "better"), [(ACCURACY, 0.9), (ERROR, 0.1), (LOSS_MEASURE, 0.1)]
 )
-def test_which_of_two_is_the_better_one(measure: Measure, better: float) -> None:
+def test_the_better_of_two_values_depends_on_the_measure(measure: Measure, better: float) -> None:
     assert measure.better(0.1, 0.9) == better
     assert measure.reaches(better, 0.5)
     assert not measure.reaches(1.0 - better, 0.5)

@@ -1,4 +1,4 @@
-"""One client's huge numbers, for every method: nothing that the server keeps stops being finite."""
+"""One client's huge numbers leave the state of every method finite."""
 
 from __future__ import annotations
 

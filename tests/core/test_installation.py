@@ -79,7 +79,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     assert "needs no-such-package >=1; it is not installed" in done.stderr
 
 
-def test_the_python_interface_says_it_too(tmp_path: Path) -> None:
+def test_the_python_interface_reports_it_too(tmp_path: Path) -> None:
     installed(tmp_path, "flwr", "1.38.0")
     done = subprocess.run(
         [sys.executable, "-c", "import raceme; raceme.run()"],

@@ -1,4 +1,4 @@
-"""Labels of clients: what is one, whose count, and which clients take part because of them."""
+"""Labels of clients: their format, their source, and the selection of clients by label."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_file_counts_more_than_what_a_client_states(
     assert labels.of("c1", None) == {"room": "hall"}
     path.write_text("[c1\n")
     assert labels.of("c1", None) == labels.of("c1", None) == {"room": "hall"}
-    assert caplog.text.count("The labels known so far count") == 1
+    assert caplog.text.count("The former labels stay in use") == 1
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_a_condition_names_all_that_must_hold(where: str, is_in: bool) -> None:
     assert Labels(where=where).admit(client) is is_in
 
 
-def test_a_label_stands_once_in_a_condition() -> None:
+def test_a_condition_names_each_label_once() -> None:
     with pytest.raises(UserError, match=r"id stands twice in 'id=c0,id=c1': join its values, id=A"):
         Labels(where="id=c0,id=c1")
 
 
-def test_an_id_that_no_simulated_client_has_is_said_at_the_start(tmp_path: Path) -> None:
+def test_an_id_that_no_simulated_client_has_is_reported_at_the_start(tmp_path: Path) -> None:
     keys = {"clients": 4, "max-updates": 4, "out": str(tmp_path / "out")}
     config = RunConfig.from_mapping({**keys, "where": "id=client-1|client-9"})
     with pytest.raises(UserError, match=r"Unknown client in where 'client-9'. .*Valid: client-0, "):
@@ -83,7 +83,7 @@ def test_an_id_that_no_simulated_client_has_is_said_at_the_start(tmp_path: Path)
 
 
 @pytest.mark.parametrize("where", ["room", "room=", "=a", "room==a", "room=a|", "room=a,,floor=1"])
-def test_what_is_no_condition_is_said_at_the_start(where: str, tmp_path: Path) -> None:
+def test_an_invalid_condition_is_an_error_at_the_start(where: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"where: .* is not a condition: expected NAME=VALUE"):
         simulate(RunConfig(where=where, out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
@@ -98,7 +98,7 @@ def test_what_is_no_condition_is_said_at_the_start(where: str, tmp_path: Path) -
         ("[c0.room]", "is not a text"),
     ],
 )
-def test_what_is_no_file_of_labels_is_said(content: str, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_file_of_labels_is_an_error(content: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "labels.toml"
     path.write_text(content)
     said = rf"labels: .* cannot be read: .*{reason}.*a table for each device"
@@ -113,7 +113,7 @@ def run(out: Path, **keys: object) -> list[events.Event]:
 
 
 @pytest.mark.parametrize("strategy", ["fedasync", "ifca", "casa"])
-def test_only_clients_of_a_room_take_part(
+def test_a_condition_on_a_label_selects_clients(
     strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "labels.toml"

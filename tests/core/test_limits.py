@@ -1,4 +1,4 @@
-"""Files and values that somebody has made to do harm: one line, and no memory taken."""
+"""Hostile files and values are refused in one line, without allocating memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raceme.core.errors import UserError
 from raceme.core.files import (
     ReadingError,
     absolute,
-    check_room,
+    check_memory,
     free_bytes,
     parse_json,
     parse_toml,
@@ -41,7 +41,7 @@ LONG = "9" * 10_000
 
 
 @pytest.mark.parametrize("text", [DEEP, SHALLOW, f"[{LONG}]"])
-def test_what_ends_a_parser_in_another_way_is_an_error_of_the_text(text: str) -> None:
+def test_unusual_parser_errors_are_errors_of_the_text(text: str) -> None:
     with pytest.raises(ReadingError, match=r"nested too deeply|4300 digits") as told:
         parse_json(text)
     assert len(str(told.value)) < 250
@@ -94,7 +94,7 @@ def test_a_file_has_a_largest_size(tmp_path: Path) -> None:
         read_text(tmp_path)
 
 
-def test_a_pipe_of_a_shell_will_do_for_what_is_typed(tmp_path: Path) -> None:
+def test_a_pipe_of_a_shell_is_accepted_for_typed_files(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"seed = 3\n")
     os.close(writer)
@@ -118,7 +118,7 @@ def test_a_pipe_of_a_shell_will_do_for_what_is_typed(tmp_path: Path) -> None:
         ({"x" * 5000: 1}, "Unknown key 'x{80}…'"),
     ],
 )
-def test_values_that_nothing_can_hold_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_values_that_no_type_can_hold_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as told:
         RunConfig.from_mapping(keys).with_absolute_paths()
     assert "\n" not in str(told.value)
@@ -132,9 +132,9 @@ def test_the_longest_paths_are_possible() -> None:
 
 
 def test_memory_is_asked_for_before_it_is_taken() -> None:
-    check_room(1, "One byte")
+    check_memory(1, "One byte")
     with pytest.raises(UserError, match=r"All of it would take 909 TiB of memory, and .* are free"):
-        check_room(10**15, "All of it")
+        check_memory(10**15, "All of it")
     assert shown(1536) == "1.5 KiB"
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

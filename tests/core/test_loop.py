@@ -1,4 +1,4 @@
-"""The asynchronous event loop: short runs traced by hand, and everything that can go wrong."""
+"""The asynchronous event loop: short runs traced by hand, and all kinds of failures."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_no_more_clients_train_at_a_time_than_planned(concurrency: int, most: in
     assert len({u.client for u in of(events.UpdateApplied, seen)}) == 6
 
 
-def test_a_task_that_went_offline_with_its_client_does_not_hold_up_the_others() -> None:
+def test_a_task_of_an_offline_client_does_not_hold_up_the_others() -> None:
     leaver, stayer = Device(5.0, online=((0.0, 2.0),)), Device(online=((1.0, FOREVER),))
     seen = run(half(), grid_of(pulled_app(), [leaver, stayer]), num_rounds=2, concurrency=1)
     assert [(u.time, u.client) for u in of(events.UpdateApplied, seen)] == [
@@ -310,7 +310,7 @@ def test_an_id_that_could_steer_a_terminal_is_refused(client_id: str) -> None:
 
 
 @pytest.mark.parametrize("group", [-1, math.nan, math.inf, 10**400])
-def test_an_odd_group_is_none(group: float) -> None:
+def test_an_invalid_group_is_ignored(group: float) -> None:
     app = greeting(**{"num-examples": 5, "group": group})
     seen = run(half(), grid_of(app, devices(1.0)), num_rounds=1)
     assert of(events.ClientJoined, seen)[0].group is None
@@ -325,7 +325,7 @@ def test_all_clients_gone_ends_the_run_at_the_time_when_the_last_one_left() -> N
     assert seen[-1] == events.RunEnded(7.25, 9, "all clients are gone", Ending.NO_CLIENTS)
 
 
-def test_nobody_at_all_is_waited_for_until_the_timeout() -> None:
+def test_a_run_without_any_client_waits_until_the_timeout() -> None:
     seen = run(half(), grid_of(pulled_app(), [Device(online=((500.0, 600.0),))]), timeout=100.0)
     assert seen == [events.RunEnded(0.0, 0, "all clients are gone", Ending.NO_CLIENTS)]
     late = grid_of(pulled_app(), [Device(online=((50.0, 600.0),))])
@@ -339,7 +339,7 @@ def test_the_time_limit_is_kept_exactly() -> None:
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_the_target_ends_the_run_only_if_it_is_to(stop: bool) -> None:
+def test_the_target_ends_the_run_only_on_request(stop: bool) -> None:
     # α = 1/2 of half the way: distance √8 (3/4)^n ≤ 1/4, accuracy ≥ 0.8, from n = 9 on.
     grid = grid_of(pulled_app([ONES]), devices(1.0))
     seen = run(half(), grid, num_rounds=20, target_accuracy=0.8, stop_at_target=stop, eval_every=3)
@@ -352,7 +352,7 @@ def test_the_target_ends_the_run_only_if_it_is_to(stop: bool) -> None:
     ]  # fmt: skip
 
 
-def test_an_accuracy_that_is_no_number_is_left_out_of_the_mean() -> None:
+def test_an_invalid_accuracy_is_left_out_of_the_mean() -> None:
     base = pulled_app([ONES, ONES])
     app = ClientApp()
 

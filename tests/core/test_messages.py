@@ -1,4 +1,4 @@
-"""A model as a flat vector and on the wire, and what is refused as one."""
+"""A model as a flat vector and in messages, and invalid models."""
 
 import io
 import pickle
@@ -128,7 +128,7 @@ def test_reading_copies_nothing_and_cannot_change_the_message() -> None:
         (record_of(w=np.array([0, 1e300])), "not finite"),
     ],
 )
-def test_what_is_not_such_a_model_is_refused(record: ArrayRecord, message: str) -> None:
+def test_a_model_of_another_form_is_refused(record: ArrayRecord, message: str) -> None:
     with pytest.raises(InvalidModelError, match=message):
         PAIR.unpack(record)
 
@@ -141,7 +141,7 @@ def test_numbers_that_would_overflow_on_the_server_are_refused(value: float) -> 
 
 
 @pytest.mark.filterwarnings("error")
-def test_numbers_that_are_merely_large_are_fine() -> None:
+def test_large_finite_numbers_are_accepted() -> None:
     assert PAIR.unpack(record_of(w=np.float32([7e14, -7e14]))).tolist() == [
         np.float32(7e14),
         -np.float32(7e14),
@@ -247,7 +247,7 @@ def test_counters_are_copied_and_nothing_else_is() -> None:
     assert mixed[0] == 0.5
 
 
-def test_what_is_what_of_a_model_cannot_be_changed() -> None:
+def test_the_roles_of_a_models_arrays_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         normalised().trainable[0] = False  # type: ignore[index]
 

@@ -1,4 +1,4 @@
-"""What happens at a moment of its own: timers of methods, and data that move on."""
+"""Events at given times: wake-ups of methods, and clients' data that change."""
 
 from __future__ import annotations
 
@@ -140,14 +140,14 @@ def changed(seen: list[events.Event]) -> list[tuple[float, int, str | None, int]
     return [(e.time, e.updates, e.client, e.step) for e in of(events.DataChanged, seen)]
 
 
-def test_without_drift_no_message_says_a_step() -> None:
+def test_messages_have_no_step_without_drift() -> None:
     seen, steps = drifting(None, 4, 1.0)
     assert {step for _, step in steps} == {None}
     assert changed(seen) == []
     assert {u.step for u in of(events.UpdateApplied, seen)} == {0}
 
 
-def test_steps_by_time() -> None:
+def test_steps_change_with_time() -> None:
     # c0 works from 0, 2, 4, 6, 8 s for 2 s each; data move on at 3 s and at 8 s.
     seen, steps = drifting(Schedule("seconds", (3.0, 8.0)), 5, 2.0)
     assert changed(seen) == [(3.0, 1, None, 1), (8.0, 4, None, 2)]
@@ -253,7 +253,7 @@ def test_a_resumed_run_does_not_report_a_step_twice(unit: Unit) -> None:
         (Schedule("rounds", (2.0,)), [(0.0, 0), (2.0, 1), (4.0, 1)]),
     ],
 )
-def test_data_that_have_moved_on_are_tested_before_they_are_trained_on(
+def test_changed_data_are_tested_before_they_are_trained_on(
     schedule: Schedule, moments: list[tuple[float, int]]
 ) -> None:
     seen = run(
@@ -266,7 +266,7 @@ def test_data_that_have_moved_on_are_tested_before_they_are_trained_on(
     assert found == moments
 
 
-def test_what_a_round_has_trained_is_tested_before_the_data_of_the_next() -> None:
+def test_a_rounds_model_is_tested_before_the_data_of_the_next_round() -> None:
     seen = run(
         FedAvg(),
         grid_of(pulled_app([ONES]), devices(1.0)),

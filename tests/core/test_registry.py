@@ -1,4 +1,4 @@
-"""Names of a user's own: how they are found, and what is said of those that cannot be used."""
+"""Names of users' own parts: how they are found, and errors about unusable ones."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_registries_are_compared_without_an_import() -> None:
     assert {STRATEGIES: 1}[STRATEGIES] == 1
 
 
-def test_a_function_that_returns_no_dataset_or_no_fleet_is_told(folder: Path) -> None:
+def test_a_function_that_returns_no_dataset_or_fleet_is_an_error(folder: Path) -> None:
     from raceme import datasets
     from raceme.simulation import fleet
 
@@ -195,7 +195,7 @@ def test_a_function_that_returns_no_dataset_or_no_fleet_is_told(folder: Path) ->
     assert set(DEVICES) == {"uniform", "slow30x5", "slow30x10", "range1to5", "fdma", "churn"}
 
 
-def test_summaries_are_read_off_the_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summaries_are_read_from_the_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     assert summary_of("plugged:Mine") == "A method of one's own."
     assert summary_of("misspelt:f") == summary_of("absent.module:f") == ""
@@ -221,7 +221,9 @@ def test_all_keys_are_those_of_what_is_listed() -> None:
     assert "mine.speed" not in all_keys()
 
 
-def test_only_users_modules_have_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_modules_of_users_have_a_code_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "coded.py").write_text("from helping import rate\n")
     (tmp_path / "helping.py").write_text("rate = 1\n")
     (tmp_path / "unused.py").write_text("")

@@ -35,7 +35,7 @@ def config(out: Path, **keys: object) -> RunConfig:
     return base.with_values(out=str(out), max_updates=24, eval_every=12, workers="0", **keys)
 
 
-def test_a_run_with_scores_is_the_run_without_but_for_the_scores(tmp_path: Path) -> None:
+def test_scores_change_nothing_else_in_a_run(tmp_path: Path) -> None:
     plain, scored = (
         simulate(config(tmp_path / name, score_uploads=value))
         for name, value in (("plain", False), ("scored", True))
@@ -56,7 +56,7 @@ def test_a_run_with_scores_is_the_run_without_but_for_the_scores(tmp_path: Path)
     assert scored.summary["sample_passes"] == updates.passes.sum() > 0
 
 
-def test_after_is_of_the_model_that_was_sent_on_the_data_of_the_upload_before(
+def test_the_second_score_is_of_the_sent_model_on_the_data_of_the_previous_upload(
     tmp_path: Path,
 ) -> None:
     # What a client uploads is what it gets, so that after is before.
@@ -71,7 +71,7 @@ def test_after_is_of_the_model_that_was_sent_on_the_data_of_the_upload_before(
     assert len({row.before for row in known}) > 6
 
 
-def test_who_exchanges_nothing_gets_nothing_in_return(tmp_path: Path) -> None:
+def test_without_uploads_there_are_no_scores(tmp_path: Path) -> None:
     alone = config(tmp_path / "alone", strategy="standalone", score_uploads=True)
     summary = simulate(alone).summary
     assert summary["accuracy_before"] > 0
@@ -92,7 +92,7 @@ def applied(**values: float | list[float]) -> events.UpdateApplied:
     return of(events.UpdateApplied, run(half(), grid, 1))[0]
 
 
-def test_what_a_client_states_of_itself_is_in_the_report() -> None:
+def test_clients_statements_are_in_the_report() -> None:
     update = applied(
         accuracy_before=0.25, accuracy_after=1.0, sample_passes=30, mixture=[0.25, 0.75]
     )
@@ -101,20 +101,20 @@ def test_what_a_client_states_of_itself_is_in_the_report() -> None:
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
-def test_an_accuracy_that_is_none_is_not_reported(value: float) -> None:
+def test_an_invalid_accuracy_is_not_reported(value: float) -> None:
     update = applied(accuracy_before=value, accuracy_after=value)
     assert (update.accuracy_before, update.accuracy_after) == (None, None)
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 1e30])
-def test_a_count_of_passes_that_is_none_is_not_reported(value: float) -> None:
+def test_an_invalid_number_of_passes_is_not_reported(value: float) -> None:
     assert applied(sample_passes=value).passes is None
 
 
 @pytest.mark.parametrize(
     "shares", [[0.5, 0.6], [1.5, -0.5], [math.nan, 1.0], [math.inf], [], 1.0, [1 / 2000] * 2000]
 )
-def test_a_mixture_that_is_none_is_not_reported(shares: float | list[float]) -> None:
+def test_an_invalid_mixture_is_not_reported(shares: float | list[float]) -> None:
     assert applied(mixture=shares).mixture == ()
 
 

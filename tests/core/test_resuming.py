@@ -1,4 +1,4 @@
-"""A run that is resumed in the midst of a round is the run that was never interrupted."""
+"""A run that is resumed in the middle of a round equals the uninterrupted run."""
 
 from __future__ import annotations
 

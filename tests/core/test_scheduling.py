@@ -20,7 +20,7 @@ from raceme.strategies.csafl import IDLE
 # Rounds.
 
 
-def test_a_round_is_over_when_all_are_back() -> None:
+def test_a_round_ends_when_all_participants_have_answered() -> None:
     bench = Bench(InRounds(), 3)
     assert bench.work(0.0) == ["c0", "c1", "c2"]
     assert bench.answer("c1", 1.0) == []
@@ -55,7 +55,7 @@ def test_rounds_are_counted_when_they_are_over() -> None:
     assert bench.policy.rounds == 1
 
 
-def test_a_round_waits_for_greetings_and_for_someone_to_be_there() -> None:
+def test_a_round_waits_for_greetings_and_for_a_client() -> None:
     bench = Bench(InRounds(), 1)
     assert bench.work(0.0, greeting=True) == []
     bench.leave("c0", 0.0)
@@ -96,7 +96,7 @@ def test_clients_have_twice_their_longest_time_or_the_median() -> None:
     assert bench.work(16.0) == ["c0", "c1", "c2"]
 
 
-def test_after_it_was_given_up_a_client_has_twice_the_time_and_then_sits_out() -> None:
+def test_a_client_that_was_given_up_gets_twice_the_time_and_then_sits_out() -> None:
     bench, now, waited, took_part = second_round(), 10.0, [], []
     for _ in range(24):
         for client in ("c0", "c1"):
@@ -145,7 +145,7 @@ def test_a_back_off_ends_when_no_other_client_is_online() -> None:
     assert sorted(bench.work(14.0)) == ["c0", "c1"]
 
 
-def test_what_comes_after_its_round_is_refused() -> None:
+def test_a_late_reply_is_refused() -> None:
     bench = second_round()
     late = bench.tasks["c0"]
     bench.answer("c1", 11.0)
@@ -170,7 +170,7 @@ def test_a_round_does_not_wait_for_clients_that_left() -> None:
     assert bench.policy.wake_at() == 3.0 + 2 * 3.0
 
 
-def test_the_last_one_to_leave_ends_the_round() -> None:
+def test_a_round_ends_when_its_last_participant_leaves() -> None:
     bench = Bench(InRounds(), 2)
     bench.work(0.0)
     bench.answer("c0", 1.0)
@@ -265,7 +265,7 @@ def question(bench: Bench, client: str, number: int) -> InFlight:
 def asked(bench: Bench, now: float, **how: int) -> list[str] | None:
     policy = bench.policy
     assert isinstance(policy, InRounds)
-    return policy.ask_first(bench.moment(now), **how)
+    return policy.ask_first(bench.selection_context(now), **how)
 
 
 def test_a_round_waits_for_the_answers_to_what_was_asked_before_it() -> None:
@@ -296,7 +296,7 @@ def test_queries_wait_for_clients_under_test() -> None:
     policy = bench.policy
     assert isinstance(policy, InRounds)
     other = InRounds()
-    assert other.ask_first(bench.moment(5.0), lambda client: client == "c2") == ["c2"]
+    assert other.ask_first(bench.selection_context(5.0), lambda client: client == "c2") == ["c2"]
     bench.idle.add("c1")
     assert asked(bench, 7.0) == ["c0", "c2", "c1"]
     # For ever nobody is waited for.

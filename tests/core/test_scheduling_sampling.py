@@ -25,7 +25,7 @@ def names(chosen: object) -> list[str]:
     return [client.client_id for client in chosen]  # type: ignore[attr-defined]
 
 
-def test_everyone_has_a_turn_before_anyone_is_drawn() -> None:
+def test_all_clients_take_part_once_before_any_is_drawn() -> None:
     rng, picked = np.random.default_rng(0), {}
     everyone = clients(*range(5))
     assert names(in_turn(everyone, 2, picked, rng)) == ["c0", "c1"]
@@ -92,7 +92,7 @@ def test_it_holds_for_every_method_in_rounds(name: str) -> None:
     assert drawn.scheduling.state.picked == {}  # type: ignore[attr-defined]
 
 
-def test_pre_training_is_nobodys_turn() -> None:
+def test_pretraining_counts_as_no_participation() -> None:
     # All six pre-train in the first round, three for each group; then turns begin with the first.
     keys = {"groups": 2, "pretrain": 3, "fraction": 0.34, "sampling": "in-turn"}
     found = rounds_of(method_of("fedgroup", **keys), 12, targets=[ONES, -ONES] * 3)
@@ -106,7 +106,7 @@ def test_fedavg_keeps_the_settings_of_flowers_strategy() -> None:
     assert isinstance(method.inner, strategy.FedProx)  # type: ignore[attr-defined]
 
 
-def test_a_run_that_is_resumed_goes_on_with_who_is_left() -> None:
+def test_a_resumed_run_continues_with_the_remaining_clients() -> None:
     first = FedAvg(FedAvgParameters(fraction=0.34, sampling="in-turn"))
     assert rounds_of(first, 2) == [{"c0", "c1"}]
     second = FedAvg(FedAvgParameters(fraction=0.34, sampling="in-turn"))

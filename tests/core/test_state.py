@@ -1,4 +1,4 @@
-"""What a method's state may hold: it comes back from a checkpoint as it was."""
+"""A method's state comes back unchanged from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The staleness of an update: the core's rule, whatever became of the cluster meanwhile."""
+"""The staleness of an update, also if its cluster was split or merged meanwhile."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def staleness(made: Mixing, update: Update) -> int:
     return made.received(update).staleness
 
 
-def test_it_counts_the_changes_of_the_clients_cluster() -> None:
+def test_staleness_counts_the_changes_of_the_clients_cluster() -> None:
     made = method(7)
     assert staleness(made, sent(version=4)) == 3
     assert made.received(sent(version=4, updates=9)).age == 31
 
 
-def test_of_a_client_that_was_moved_all_updates_count() -> None:
+def test_all_updates_count_for_a_moved_client() -> None:
     made = method(60, 4)
     update = sent(version=60, updates=30)
     made.clusters.assign("c0", 1)
@@ -105,7 +105,7 @@ def test_a_model_that_the_request_named_counts_wherever_the_client_is() -> None:
     assert staleness(made, sent(version=3, cluster=1, named=True)) == 6
 
 
-def test_a_model_that_was_given_up_counts_all_updates() -> None:
+def test_all_updates_count_for_a_model_that_was_given_up() -> None:
     made = method(7, 9)
     update = sent(version=3, cluster=1, updates=35, named=True)
     made.clusters.retire(1)
@@ -118,7 +118,7 @@ def test_a_client_without_a_cluster_has_trained_the_largest() -> None:
     assert staleness(made, sent(version=5)) == 2
 
 
-def test_updates_that_are_acted_on_together_see_each_other() -> None:
+def test_updates_processed_together_count_each_other() -> None:
     made = method(7)
     outcomes = made.applied([sent(version=7), sent(version=7)])
     assert [outcome.staleness for outcome in outcomes] == [0, 1]
@@ -146,7 +146,7 @@ def test_a_negative_staleness_is_refused_where_it_enters() -> None:
         (Outcome(-1, 0, 0.5), "there is no such cluster"),
     ],
 )
-def test_an_outcome_that_cannot_be_is_refused(outcome: Outcome, message: str) -> None:
+def test_an_impossible_outcome_is_refused(outcome: Outcome, message: str) -> None:
     class Stating(Mixing):
         def on_update(self, update: Update) -> Outcome:
             return outcome
@@ -157,7 +157,7 @@ def test_an_outcome_that_cannot_be_is_refused(outcome: Outcome, message: str) ->
         made.applied([sent(version=0)])
 
 
-def test_outcomes_are_as_many_as_updates() -> None:
+def test_each_update_needs_an_outcome() -> None:
     class Dropping(Mixing):
         def aggregate(self, updates: Sequence[Update]) -> Outcomes:
             return super().aggregate(updates[1:])

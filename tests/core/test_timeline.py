@@ -1,4 +1,4 @@
-"""Waiting on the wall clock: polling that backs off, with a clock of the test's own."""
+"""Waiting on the wall clock: polls with growing pauses, on a test's own clock."""
 
 from collections.abc import Iterable
 
@@ -93,7 +93,7 @@ def test_time_counts_from_the_start() -> None:
     assert timeline.now() == 7.5
 
 
-def test_a_reply_that_is_there_is_taken_without_a_pause() -> None:
+def test_an_available_reply_is_taken_without_a_pause() -> None:
     wall, mailbox, timeline = waiting(0.0)
     assert len(timeline.wait(["a", "b"])) == 1
     assert mailbox.polls == 1
@@ -117,7 +117,7 @@ def test_the_next_wait_begins_with_the_shortest_pause_again() -> None:
     assert wall.pauses == [0.125]
 
 
-def test_the_last_pause_ends_at_the_deadline_with_one_more_look() -> None:
+def test_the_last_pause_ends_at_the_deadline_with_one_more_check() -> None:
     wall, mailbox, timeline = waiting(1000.0)
     assert timeline.wait(["a", "b"], until=0.375) == []
     assert wall.pauses == [0.125, 0.1875, 0.0625]
@@ -125,7 +125,7 @@ def test_the_last_pause_ends_at_the_deadline_with_one_more_look() -> None:
     assert mailbox.polls == 4
 
 
-def test_a_deadline_that_has_passed_still_looks_once() -> None:
+def test_a_passed_deadline_still_checks_once() -> None:
     wall, mailbox, timeline = waiting(0.0)
     wall.time += 5.0
     assert len(timeline.wait(["a", "b"], until=1.0)) == 1
@@ -134,7 +134,7 @@ def test_a_deadline_that_has_passed_still_looks_once() -> None:
     assert wall.pauses == []
 
 
-def test_waiting_for_nobody_only_lets_time_pass() -> None:
+def test_waiting_without_messages_only_lets_time_pass() -> None:
     _, mailbox, timeline = waiting(0.0)
     assert timeline.wait([], until=2.0) == []
     assert timeline.now() == 2.0

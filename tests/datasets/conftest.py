@@ -1,4 +1,4 @@
-"""What all tests of data sets have in common."""
+"""Fixtures of all tests of data sets."""
 
 import pytest
 

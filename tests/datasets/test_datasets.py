@@ -50,7 +50,7 @@ def npz_config(path: Path, **keys: object) -> RunConfig:
 # --- digits -------------------------------------------------------------------------------------
 
 
-def test_digits_are_all_there_and_normalised() -> None:
+def test_digits_are_complete_and_normalised() -> None:
     dataset = datasets.load(RunConfig())
     everything = dataset.inputs(np.arange(len(dataset.y)))
     assert everything.shape == (1797, 1, 8, 8)
@@ -102,7 +102,7 @@ def test_keys_that_do_not_concern_the_data_do_not_load_it_again() -> None:
     assert datasets.load(config) is datasets.load(config.with_values(lr=0.5, max_updates=3))
 
 
-def test_a_client_that_does_not_exist_is_said() -> None:
+def test_a_client_that_does_not_exist_is_reported() -> None:
     with pytest.raises(UserError, match="no client 40: clients are numbered 0 to 39"):
         datasets.client_data(RunConfig(), 40)
 
@@ -115,7 +115,7 @@ def test_a_client_that_does_not_exist_is_said() -> None:
         ({"clients": 1000}, "Too many clients: 1000"),
     ],
 )
-def test_what_does_not_exist_or_does_not_fit_is_said(keys: dict[str, object], message: str) -> None:
+def test_unknown_or_unsuitable_data_are_reported(keys: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         datasets.true_groups(RunConfig(**keys))  # type: ignore[arg-type]
 
@@ -127,7 +127,7 @@ def test_every_dataset_and_partitioner_introduces_itself_in_one_line() -> None:
             assert line.endswith((".", ")"))
 
 
-def test_defaults_fill_in_only_what_is_left_open() -> None:
+def test_defaults_fill_in_only_missing_options() -> None:
     filled = datasets.with_defaults(RunConfig(dataset="mnist"))
     assert (filled.model, filled.lr) == ("cnn", 0.01)
     kept = datasets.with_defaults(RunConfig(dataset="mnist", model="mclr", lr=0.5))
@@ -178,7 +178,7 @@ def test_mnist_without_a_data_root_says_to_give_one() -> None:
         datasets.load(RunConfig(dataset="fashion-mnist"))
 
 
-def test_a_damaged_mnist_file_is_said(tmp_path: Path) -> None:
+def test_a_damaged_mnist_file_is_reported(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     damaged = tmp_path / "MNIST/raw" / MNIST_FILES[0]
     damaged.write_bytes(damaged.read_bytes()[:1000])
@@ -186,7 +186,7 @@ def test_a_damaged_mnist_file_is_said(tmp_path: Path) -> None:
         datasets.load(RunConfig(dataset="mnist", data_root=str(tmp_path)))
 
 
-def test_a_compressed_mnist_file_under_the_plain_name_is_said(tmp_path: Path) -> None:
+def test_a_compressed_mnist_file_under_the_plain_name_is_reported(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     packed = tmp_path / "MNIST/raw" / MNIST_FILES[1]
     packed.write_bytes(gzip.compress(packed.read_bytes()))
@@ -194,14 +194,14 @@ def test_a_compressed_mnist_file_under_the_plain_name_is_said(tmp_path: Path) ->
         datasets.load(RunConfig(dataset="mnist", data_root=str(tmp_path)))
 
 
-def test_images_and_labels_that_do_not_match_are_said(tmp_path: Path) -> None:
+def test_images_and_labels_that_do_not_match_are_reported(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     write_idx(tmp_path / "MNIST/raw" / MNIST_FILES[1], np.arange(299) % 10)
     with pytest.raises(UserError, match="Could not read mnist"):
         datasets.load(RunConfig(dataset="mnist", data_root=str(tmp_path)))
 
 
-def test_a_failing_download_is_said(tmp_path: Path) -> None:
+def test_a_failing_download_is_reported(tmp_path: Path) -> None:
     not_a_folder = tmp_path / "file"
     not_a_folder.write_text("")
     with pytest.raises(UserError, match=r"Could not download or read mnist in .*To fetch:"):
@@ -327,7 +327,7 @@ def without(name: str) -> Arrays:
         ({"num_classes": np.array([3, 4])}, "num_classes must be one whole number"),
     ],
 )
-def test_a_file_that_does_not_hold_the_right_arrays_is_said(
+def test_a_file_that_does_not_hold_the_right_arrays_is_reported(
     tmp_path: Path, changed: Arrays, message: str
 ) -> None:
     arrays = changed if "y_train" in changed and len(changed) > 1 else device_arrays() | changed
@@ -338,7 +338,7 @@ def test_a_file_that_does_not_hold_the_right_arrays_is_said(
     assert str(path) in str(caught.value)
 
 
-def test_files_that_are_missing_or_no_archives_are_said(tmp_path: Path) -> None:
+def test_files_that_are_missing_or_no_archives_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There is no data file .*Expected: x_train"):
         datasets.client_data(npz_config(tmp_path / "none.npz"), 0)
     for content in (b"", b"text", b"PK\x03\x04 not really"):

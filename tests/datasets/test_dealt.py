@@ -1,4 +1,4 @@
-"""What a server has of each distribution: nobody else has it, and what is wrong is said."""
+"""Samples of each distribution that a server holds out, and invalid numbers of them."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_no_client_has_what_the_server_has(text: str, partition: str) -> None:
         assert np.array_equal(turned, held.proxies[1].x)
 
 
-def test_draws_of_a_mixture_leave_them_out() -> None:
+def test_draws_of_a_mixture_leave_out_the_servers_samples() -> None:
     run = config(proxy="30", drift="mixture")
     held = datasets.proxy_sets(run)
     kept = rows(np.concatenate([own.x for own in held.proxies]))
@@ -64,7 +64,7 @@ def test_draws_of_a_mixture_leave_them_out() -> None:
         ({"pretrain": 5000}, "pretrain 5000 is more than the"),
     ],
 )
-def test_what_cannot_be_had(keys: dict, told: str) -> None:
+def test_impossible_numbers_of_samples_are_refused(keys: dict, told: str) -> None:
     read = datasets.pretraining if "pretrain" in keys else datasets.proxy_sets
     with pytest.raises(UserError, match=told):
         read(config(**keys))
@@ -117,7 +117,7 @@ def test_a_folder_is_found_from_where_the_run_is(
         experiment.resolve(config(proxy="other"))
 
 
-def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+def test_mistakes_in_a_folder_of_proxy_sets_are_reported(tmp_path: Path) -> None:
     run = config(proxy=str(tmp_path))
     with pytest.raises(UserError, match=r"must be a folder with an \.npz file for each cluster"):
         datasets.proxy_sets(run)

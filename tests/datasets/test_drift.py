@@ -16,32 +16,34 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.registry import DRIFTS
+from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import (
     Evolution,
     Schedule,
     SwapPart,
+    drift_of,
     exchanged,
     parse_schedule,
     schedule_of,
 )
-from raceme.datasets.partition import Scenario, ScenarioOptions, rotated
+from raceme.datasets.partition import Partition, Scenario, ScenarioOptions, rotated
+from raceme.datasets.source import Dataset, Target
 
-# In-order needs data with a time, tests/datasets/test_recordings.py, and scenario-stream a
-# partition without groups, tests/datasets/test_scenario_stream.py.
+# In-order needs data with a time, and scenario-stream a partition without groups.
 CHANGING = sorted(set(DRIFTS) - {"none", "in-order", "scenario-stream"})
 
 
 # When the step moves.
 
 
-def test_moments_move_the_step_one_by_one_and_at_the_moment_itself() -> None:
+def test_the_step_rises_by_one_at_each_given_time() -> None:
     schedule = parse_schedule("120s, 240s")
     steps = [schedule.step(time, 9999, 9999) for time in (0.0, 119.9, 120.0, 239.9, 240.0, 1e9)]
     assert steps == [0, 0, 1, 1, 2, 2]
     assert [schedule.next_time(time) for time in (0.0, 120.0, 240.0)] == [120.0, 240.0, math.inf]
 
 
-def test_a_period_moves_the_step_again_and_again() -> None:
+def test_the_step_rises_after_each_period() -> None:
     schedule = parse_schedule("every 60s")
     assert [schedule.step(t, 0, 0) for t in (0, 59.9, 60, 179, 180)] == [0, 0, 1, 2, 3]
     # 0.3 / 0.1 is 2.9999999999999996.
@@ -62,7 +64,7 @@ def test_a_period_moves_the_step_again_and_again() -> None:
         ("1.5 s", Schedule("seconds", (1.5,))),
     ],
 )
-def test_what_can_be_written(text: str, schedule: Schedule) -> None:
+def test_all_forms_of_a_schedule_are_read(text: str, schedule: Schedule) -> None:
     assert parse_schedule(text) == schedule
 
 
@@ -93,7 +95,7 @@ def test_only_uploads_are_counted_by_client() -> None:
         ("every round, 70s", "mixes rounds and seconds"),
     ],
 )
-def test_a_schedule_that_cannot_be_meant_is_one_clear_line(text: str, message: str) -> None:
+def test_an_impossible_schedule_is_one_clear_line(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse_schedule(text)
     assert "\n" not in str(caught.value)
@@ -112,7 +114,7 @@ def test_rounds_that_are_over_are_counted() -> None:
         moments.step(9.0, 99, 99, None)
 
 
-def test_every_drift_has_a_schedule_of_its_own_and_none_has_none() -> None:
+def test_every_drift_but_none_has_a_default_schedule() -> None:
     assert schedule_of(RunConfig(clients=12)) is None
     for name in CHANGING:
         assert isinstance(schedule_of(config_of(name)), Schedule)
@@ -121,7 +123,7 @@ def test_every_drift_has_a_schedule_of_its_own_and_none_has_none() -> None:
     assert schedule_of(config_of("rotate", drift_at="9s")) == Schedule("seconds", (9.0,))
 
 
-def test_when_data_change_is_nothing_to_say_of_data_that_do_not() -> None:
+def test_a_schedule_without_a_drift_is_refused() -> None:
     with pytest.raises(UserError, match=r"drift-at is read by drift .*; this run has drift none"):
         RunConfig.from_mapping({"drift-at": "60s"})
 
@@ -140,7 +142,7 @@ def test_a_step_is_the_same_whoever_asks_and_whatever_was_asked_before(name: str
 
 
 @pytest.mark.parametrize("name", ["swap-all", "swap-part", "rotate", "label-shift", "noise"])
-def test_step_zero_is_what_was_dealt_out(name: str) -> None:
+def test_step_zero_has_the_original_data(name: str) -> None:
     # Of incremental, mixture and tasks it is the first part, draw and task.
     still = datasets.all_clients(RunConfig(clients=12))
     for before, after in zip(still, all_at(config_of(name, drift_seed=5), 0), strict=True):
@@ -247,7 +249,7 @@ def test_no_exchange_leaves_a_client_without_test_samples(tmp_path: Path) -> Non
     assert 0 < exchanged < 12
 
 
-def test_an_evolution_keeps_few_states_and_reaches_any() -> None:
+def test_a_drift_stores_few_states_and_reaches_any_step() -> None:
     made: list[int] = []
 
     def advance(state: int, step: int) -> int:
@@ -319,7 +321,7 @@ def test_a_quarter_more_training_samples_come_with_every_step_and_none_goes() ->
     assert same(data, whole)
 
 
-def test_shares_of_the_rest_leave_fewer_samples_with_every_step() -> None:
+def test_training_samples_that_remain_become_fewer_with_every_step() -> None:
     config = config_of("incremental", incremental_of="rest")
     count = len(datasets.client_data(RunConfig(clients=12), 5).y_train)
     seen: set[bytes] = set()
@@ -403,7 +405,7 @@ def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> 
         ("swap-all", {"clients": 1}, "needs at least 2 clients"),
         ("swap-part", {"partition": "iid"}, "there are no two such clients"),
         ("rotate", {"dataset": "synthetic"}, r"synthetic has inputs of shape \(60,\)"),
-        ("label-shift", {"label_shift": 10}, "leaves the labels of 10 classes as they are"),
+        ("label-shift", {"label_shift": 10}, "does not change the labels of 10 classes"),
         ("mixture", {"partition": "iid"}, "these clients have no groups"),
         ("mixture", {"groups": "1"}, "these clients have only one"),
         ("mixture", {"mixture_main_low": 0.95}, "mixture-main-low 0.95 is above"),
@@ -412,7 +414,7 @@ def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> 
         ("rotat", {}, "Unknown drift 'rotat'. Did you mean 'rotate'"),
     ],
 )
-def test_data_that_cannot_change_so_are_one_clear_line(
+def test_data_that_a_drift_cannot_change_are_one_clear_line(
     drift: str, keys: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
@@ -519,7 +521,7 @@ def test_each_step_has_training_samples_of_its_own() -> None:
         ({"concept_steps": 500}, "too few for a new one at each of 500 steps"),
     ],
 )
-def test_what_the_data_cannot_do_is_an_error(keys: dict[str, object], error: str) -> None:
+def test_a_drift_that_the_data_cannot_have_is_an_error(keys: dict[str, object], error: str) -> None:
     with pytest.raises(UserError, match=error):
         datasets.true_groups(concepts_config(**keys))
 
@@ -603,7 +605,7 @@ def test_a_mixture_of_images_turned_by_angles_that_are_no_right_ones() -> None:
         assert 0.39 <= drawn.mixture[client // 2] <= 0.91
 
 
-def test_options_of_a_mixture() -> None:
+def test_invalid_options_of_a_mixture_are_refused() -> None:
     redrawn = config_of("mixture", mixture_main="redrawn")
     mains = {datasets.client_data(redrawn, 0, step).group for step in range(30)}
     assert mains == {0, 1, 2, 3}
@@ -650,7 +652,7 @@ def concepts_of(config: RunConfig, steps: int = 5) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_who_has_which_concept(seed: int) -> None:
+def test_concepts_are_assigned_to_clients_at_random(seed: int) -> None:
     table = concepts_of(stream_config(seed=seed, stream_steps=10), 10)
     assert (table == table[:, :1]).all()
     assert set(table[:, 0].tolist()) == {0, 1}
@@ -717,7 +719,7 @@ def test_the_fewest_samples_of_any_step_are_known_before(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_samples_are_seen_as_the_concept_of_the_step_shows_them(scenario: str) -> None:
+def test_samples_have_the_labels_of_the_concept_of_their_step(scenario: str) -> None:
     config = stream_config(scenario, stream_mode="multi-task")
     dataset = datasets.load(config)
     seen = Scenario(ScenarioOptions(scenario), config.seed)
@@ -807,3 +809,72 @@ def test_a_run_whose_end_is_not_known_may_be_long_enough() -> None:
 def test_what_the_data_cannot_do_is_an_error_stream(keys: dict[str, object], error: str) -> None:
     with pytest.raises(UserError, match=error):
         datasets.true_groups(stream_config(**keys))
+
+
+# Data recorded over a long time, and clients that meet them in order.
+
+
+def recorded(root: Path, **keys: object) -> RunConfig:
+    """Return a run on five clients, each with 8, 4 and 6 samples of three periods."""
+    for client in range(5):
+        period = np.repeat([0, 1, 2], [8, 4, 6])
+        x = np.column_stack([5.0 * period, client * 100 + np.arange(18.0)])
+        np.savez(root / f"client-{client}.npz", x=x, y=np.arange(18) % 2, period=period)
+    (root / "dataset.toml").write_text("mean = 0.0\nstd = 1.0\n")
+    given = {"dataset": "npz-folder", "data-root": str(root), "drift": "in-order", **keys}
+    return datasets.with_clients(RunConfig.from_mapping(given))
+
+
+def test_in_order_a_step_is_a_period_for_training_and_testing_alike(tmp_path: Path) -> None:
+    config = recorded(tmp_path)
+    whole = datasets.client_data(config.with_values(drift="none"), 3)
+    sizes = []
+    for step, period in ((0, 0), (1, 1), (2, 2), (3, 2), (50, 2)):
+        data = datasets.client_data(config, 3, step)
+        for part in (data.x_train, data.x_test):
+            assert set(part[:, 0]) == {5.0 * period}
+        sizes.append(len(data.y_train) + len(data.y_test))
+        trained, tested = (set(part[:, 1]) for part in (data.x_train, data.x_test))
+        assert not trained & tested
+        # A period whose samples are all for training lends one for testing.
+        assert trained <= set(whole.x_train[:, 1])
+        assert data.group is None
+    assert sizes == [8, 4, 6, 6, 6]
+
+
+def test_with_a_lag_clients_are_in_different_periods_which_are_their_groups(tmp_path: Path) -> None:
+    config = recorded(tmp_path, **{"in-order-lag": 1})
+    # Of five clients the last two are one period behind.
+    assert datasets.true_groups(config, 0) == (0, 0, 0, 0, 0)
+    assert datasets.true_groups(config, 1) == (1, 1, 1, 0, 0)
+    assert datasets.true_groups(config, 2) == (2, 2, 2, 1, 1)
+    assert datasets.true_groups(config, 3) == (2, 2, 2, 2, 2)
+    assert datasets.client_data(config, 4, 1).group == 0
+    assert set(datasets.client_data(config, 4, 1).x_train[:, 0]) == {0.0}
+
+
+def test_data_that_cannot_come_in_order(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the data have 3 periods"):
+        datasets.true_groups(recorded(tmp_path, **{"in-order-lag": 3}))
+    with pytest.raises(UserError, match="digits has none: take npz-folder, with an array period"):
+        datasets.true_groups(RunConfig(drift="in-order"))
+    few = np.array([0, 0, 1, 2, 2])
+    np.savez(tmp_path / "client-2.npz", x=np.zeros((5, 2)), y=few % 2, period=few)
+    datasets.forget()
+    with pytest.raises(UserError, match=r"client 2 has 1 of period 1, from 0: take fewer"):
+        datasets.true_groups(recorded_as_is(tmp_path))
+
+
+def recorded_as_is(root: Path) -> RunConfig:
+    keys = {"dataset": "npz-folder", "data-root": str(root), "drift": "in-order"}
+    return datasets.with_clients(RunConfig.from_mapping(keys))
+
+
+@pytest.mark.parametrize("drift", ["label-shift", "tasks", "swap-part", "concepts"])
+def test_drifts_of_classes_need_classes(drift: str) -> None:
+    config = RunConfig.from_mapping({"clients": 2, "drift": drift})
+    y = np.linspace(0, 1, 20, dtype=np.float32)
+    whole = Dataset(np.zeros((20, 3), np.float32), y, num_classes=0, target=Target("K"))
+    dealt = Dealt(config, whole, Partition((np.arange(10), np.arange(10, 20)), (None, None)))
+    with pytest.raises(UserError, match=f"drift {drift} needs classes, and the labels of digits"):
+        drift_of(config, dealt).check()

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.datasets.given import Columns, keep
+from raceme.datasets.given import ColumnRoles, keep
 from raceme.datasets.source import Dataset
 from raceme.reporting.artefacts import export_model
 
@@ -27,7 +27,7 @@ PAIR = (X, Y)
 FOUR = (X[:4], Y[:4], X[4:], Y[4:])
 
 
-def given(data: Any, columns: Columns | None = None, **values: Any) -> RunConfig:
+def given(data: Any, columns: ColumnRoles | None = None, **values: Any) -> RunConfig:
     keys = {"dataset": "arrays", "data-fingerprint": keep(data, columns), **values}
     return datasets.with_defaults(RunConfig.from_mapping(keys))
 
@@ -73,7 +73,7 @@ def test_labels_may_be_true_and_false() -> None:
     assert sorted([*client.y_train, *client.y_test]) == [0, 0, 1, 1, 1, 1]
 
 
-def test_labels_without_samples_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_labels_without_samples_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     datasets.load(given([(X, Y + 1)]))
     assert (
         "no sample has label 0, and the model has an output for each label up to 3" in caplog.text
@@ -114,7 +114,9 @@ def test_what_a_dataset_draws_without_a_seed_is_that_of_the_run() -> None:
     assert not np.array_equal(found[0], found[1])
 
 
-def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_missing_from_the_cache_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fingerprint = keep([PAIR])
     monkeypatch.setenv("RACEME_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="lacks it: run that script again"):
@@ -157,19 +159,19 @@ def check_people(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("kind", [pandas.DataFrame, lambda columns: Rows(**columns)])
-def test_a_table_of_all_clients(kind: Any) -> None:
-    columns = Columns(target="activity", client_id="person")
+def test_one_table_may_hold_all_clients(kind: Any) -> None:
+    columns = ColumnRoles(target="activity", client_id="person")
     check_people(given(kind(PEOPLE), columns))
-    chosen = given(kind(PEOPLE), Columns("activity", "person", inputs="x"))
+    chosen = given(kind(PEOPLE), ColumnRoles("activity", "person", inputs="x"))
     shape = datasets.data_shape(chosen)
     assert (shape.input_shape, shape.tokens) == ((1,), 0)
-    quantity = given(kind(PEOPLE), Columns("y", "person", inputs="x", unit="m"))
+    quantity = given(kind(PEOPLE), ColumnRoles("y", "person", inputs="x", unit="m"))
     target = datasets.data_shape(quantity).target
     assert target is not None
     assert (target.unit, target.mean) == ("m", 1.375)
 
 
-def test_a_csv_file(tmp_path: Path) -> None:
+def test_a_csv_file_is_read_as_a_table(tmp_path: Path) -> None:
     path = tmp_path / "people.csv"
     pandas.DataFrame(PEOPLE).to_csv(path, index=False)
     keys = {"dataset": str(path), "target": "activity", "client-id": "person"}
@@ -190,7 +192,7 @@ def test_a_csv_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [pandas.DataFrame, lambda columns: Rows(**columns)])
-def test_a_table_of_each_client_or_two(kind: Any) -> None:
+def test_each_client_may_have_one_table_or_two(kind: Any) -> None:
     train, test = (
         kind({"image": [*X[:4]], "label": Y[:4]}),
         kind({"image": [*X[4:]], "label": [1, 2]}),

@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from scipy.io import savemat
 from scipy.ndimage import rotate
 
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.registry import PARTITIONERS
-from raceme.datasets.images import MNIST_FILES, _shaped
 from raceme.datasets.partition import rotated
 from raceme.datasets.source import DataShape, cache_folder, cached, import_datasets
 from raceme.training import models
@@ -44,7 +42,7 @@ def folder_config(root: Path, **values: object) -> RunConfig:
 
 
 @pytest.mark.parametrize("parts", [("train", "test"), ("",)])
-def test_an_image_folder(tmp_path: Path, parts: tuple[str, ...]) -> None:
+def test_an_image_folder_is_read(tmp_path: Path, parts: tuple[str, ...]) -> None:
     write_folder(tmp_path / "images", parts, each=6)
     (tmp_path / "images" / parts[0] / "ant" / "notes.txt").write_text("no image")
     data = datasets.load(folder_config(tmp_path / "images"))
@@ -102,7 +100,7 @@ def test_images_of_different_sizes_need_a_size(tmp_path: Path) -> None:
     assert datasets.load(folder_config(tmp_path, image_size=6)).x.shape == (25, 3, 6, 6)
 
 
-def test_what_is_wrong_with_an_image_folder(tmp_path: Path) -> None:
+def test_mistakes_in_an_image_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--data-root DIR"):
         datasets.load(RunConfig(dataset="image-folder"))
     with pytest.raises(UserError, match=r"Cannot read .*nowhere"):
@@ -116,7 +114,9 @@ def test_what_is_wrong_with_an_image_folder(tmp_path: Path) -> None:
         datasets.load(folder_config(tmp_path / "two"))
 
 
-def test_cifar10_from_torchvision_s_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_is_read_from_torchvisions_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torchvision_class = import_datasets().CIFAR10
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -142,7 +142,7 @@ def test_cifar10_from_torchvision_s_files(tmp_path: Path, monkeypatch: pytest.Mo
         datasets.load(config)
 
 
-def test_cifar10_from_images(tmp_path: Path) -> None:
+def test_cifar10_is_read_from_image_files(tmp_path: Path) -> None:
     for label in range(10):
         write_image(
             tmp_path / "CIFAR10-images/train" / f"{label}" / "a.png", (label, 0, 0), (32, 32)
@@ -155,7 +155,7 @@ def test_cifar10_from_images(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.x[:, 0, 5, 5], data.y)
 
 
-def test_cifar10_without_files(tmp_path: Path) -> None:
+def test_missing_cifar10_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cifar-10-batches-py/ or CIFAR10-images/"):
         datasets.load(RunConfig(dataset="cifar10"))
     with pytest.raises(UserError, match="--download"):
@@ -217,7 +217,7 @@ def test_femnist_without_a_test_part_is_divided(tmp_path: Path) -> None:
     assert (len(client.y_train), len(client.y_test)) == (8, 2)
 
 
-def test_what_is_wrong_with_femnist(tmp_path: Path) -> None:
+def test_mistakes_in_femnist_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not under .*preprocess.sh"):
         datasets.load(femnist_config(tmp_path, 2))
     path = tmp_path / "train" / "a.json"
@@ -237,7 +237,7 @@ def test_what_is_wrong_with_femnist(tmp_path: Path) -> None:
         datasets.load(femnist_config(tmp_path, 1))
 
 
-def test_femnist_with_some_characters_only(tmp_path: Path) -> None:
+def test_femnist_may_be_limited_to_some_characters(tmp_path: Path) -> None:
     # 36 is a, 45 is j.
     write_leaf(tmp_path / "all_data/a.json", {"f0": [1] * 9 + [36], "f1": [45, 36, 40, 61]})
     keys = {"dataset": "femnist", "data-root": str(tmp_path), "characters": "a-j"}
@@ -293,7 +293,7 @@ def test_other_angles_are_bilinear_and_bring_blank_corners_into_view() -> None:
     )
 
 
-def test_what_comes_into_view_is_black_and_not_the_mean_colour(tmp_path: Path) -> None:
+def test_corners_that_come_into_view_are_black(tmp_path: Path) -> None:
     write_folder(tmp_path, each=8)
     keys = {"partition": "rotation-groups", "groups": "3", "clients": 3}
     turned = datasets.client_data(folder_config(tmp_path, **keys), 1)
@@ -314,10 +314,10 @@ def test_noise_grows_from_group_to_group() -> None:
 
 
 def test_rotation_needs_images() -> None:
-    config = RunConfig(dataset="imu", partition="rotation-groups")
+    config = RunConfig(dataset="synthetic", partition="rotation-groups")
     from raceme.datasets.partition import skew
 
-    with pytest.raises(UserError, match="turns images, and imu has inputs of shape"):
+    with pytest.raises(UserError, match="turns images, and synthetic has inputs of shape"):
         skew(np.zeros((2, 5), np.float32), config, 1, 0, "train")
     deal, labels = PARTITIONERS["rotation-groups"], np.arange(100) % 10
     with pytest.raises(UserError, match="is not even one"):
@@ -325,145 +325,25 @@ def test_rotation_needs_images() -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("cifar10", (3, 32, 32)), ("femnist", (1, 28, 28))])
-def test_the_cnn_fits(name: str, shape: tuple[int, ...]) -> None:
+def test_the_default_network_fits(name: str, shape: tuple[int, ...]) -> None:
     config = RunConfig(dataset=name)
     assert datasets.data_shape(config).input_shape == shape
     assert datasets.with_defaults(config).model == "cnn"
     models.initial_arrays(config)
 
 
-# EMNIST: ten of its letters, upright, from idx files made here.
+# idx files, made here.
 
 
-def write(folder: Path, labels: dict[str, list[int]]) -> None:
-    """Write images that are 0 but for one pixel, row 3 and column 5 as they are to be seen."""
-    folder.mkdir(parents=True)
-    for part, own in labels.items():
-        images = np.zeros((len(own), 28, 28), np.uint8)
-        images[:, 5, 3] = np.arange(len(own)) + 1
-        for kind, values in (("images-idx3", images), ("labels-idx1", np.array(own, np.uint8))):
+def test_idx_files_that_are_missing_or_of_something_else_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="usps is not under"):
+        datasets.load(RunConfig(dataset="usps", data_root=str(tmp_path)))
+    for part in ("train", "t10k"):
+        for kind, values in (
+            ("images-idx3", np.zeros((2, 16, 16), np.uint8)),
+            ("labels-idx1", np.array([1, 10], np.uint8)),
+        ):
             head = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-            (folder / f"emnist-letters-{part}-{kind}-ubyte").write_bytes(head + values.tobytes())
-
-
-@pytest.mark.parametrize("inner", ["EMNIST/raw", "emnist", ""])
-def test_the_letters_a_to_j_are_read_upright(tmp_path: Path, inner: str) -> None:
-    root = tmp_path / "root"
-    write(root / inner, {"train": [1, 10, 11, 26], "test": [5, 12]})
-    data = datasets.load(RunConfig(dataset="emnist", data_root=str(root)))
-    assert data.y.tolist() == [0, 9, 4]
-    assert data.x[:, 0, 3, 5].tolist() == [1, 2, 1]
-    assert data.x.sum() == 4
-    assert data.shape == datasets.data_shape(RunConfig(dataset="emnist", clients=2))
-
-
-def test_files_that_are_missing_or_of_something_else_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="emnist is not under"):
-        datasets.load(RunConfig(dataset="emnist", data_root=str(tmp_path)))
-    write(tmp_path / "emnist", {"train": [0, 1], "test": [1]})
-    with pytest.raises(UserError, match="labels from 1 to 26"):
-        datasets.load(RunConfig(dataset="emnist", data_root=str(tmp_path)))
-
-
-# Digits of different origin, on small generated files.
-
-
-def config_of(root: Path, clients: int = 4, **keys: object) -> RunConfig:
-    given = {"dataset": "digits-by-origin", "data-root": str(root), "clients": clients, **keys}
-    return RunConfig.from_mapping({name.replace("_", "-"): value for name, value in given.items()})
-
-
-def write_idx(folder: Path, side: int, level: int, sizes: tuple[int, int]) -> None:
-    """Write digits whose pixels all have one level of grey."""
-    folder.mkdir(parents=True)
-    for (images, labels), size in zip((MNIST_FILES[:2], MNIST_FILES[2:]), sizes, strict=True):
-        x = np.full((size, side, side), level, np.uint8)
-        y = (np.arange(size) % 10).astype(np.uint8)
-        for name, values in ((images, x), (labels, y)):
-            head = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
-            (folder / name).write_bytes(head + values.tobytes())
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    write_idx(tmp_path / "MNIST" / "raw", 28, 100, (40, 20))
-    write_idx(tmp_path / "usps", 16, 200, (20, 10))
-    return tmp_path
-
-
-def test_each_origin_is_the_true_group_of_as_many_clients(root: Path) -> None:
-    config = config_of(root)
-    assert datasets.data_shape(config).input_shape == (1, 28, 28)
-    assert datasets.true_groups(config) == (0, 0, 1, 1)
-    data = datasets.load(config)
-    assert data.users is not None
-    assert [len(own) for own in data.users] == [30, 30, 15, 15]
-    assert sorted(np.concatenate(data.users).tolist()) == list(range(90))
-    for client, level in enumerate((100, 100, 200, 200)):
-        assert (data.x[data.users[client]] == level).all()
-
-
-def test_a_mixture_of_origins(root: Path) -> None:
-    config = config_of(root, drift="mixture", mixture_size_low=20, mixture_size_high=20)
-    data = datasets.client_data(config, 3)
-    whole = datasets.load(config)
-    dark = np.isclose(data.x_train[:, 0, 0, 0], whole.inputs(np.array([89]))[0, 0, 0, 0])
-    assert data.mixture is not None
-    assert dark.mean() == pytest.approx(data.mixture[1])
-    assert 0.4 <= data.mixture[1] <= 0.9
-
-
-def test_small_digits_are_enlarged_bilinearly() -> None:
-    image = np.random.default_rng(0).integers(0, 256, (1, 1, 16, 16), np.uint8)
-    wanted = Image.fromarray(image[0, 0]).resize((28, 28), Image.Resampling.BILINEAR)
-    enlarged = _shaped(image, (1, 28, 28))[0, 0].astype(int)
-    assert np.abs(enlarged - np.asarray(wanted).astype(int)).max() <= 1
-    assert _shaped(image, (3, 32, 32)).shape == (1, 3, 32, 32)
-
-
-def test_colours_where_an_origin_has_them(root: Path) -> None:
-    (root / "SVHN").mkdir()
-    x = np.zeros((32, 32, 3, 10), np.uint8)
-    x[:, :, 1] = 50
-    for name in ("train_32x32.mat", "test_32x32.mat"):
-        savemat(root / "SVHN" / name, {"X": x, "y": np.arange(1, 11)[:, None]})
-    for digit in (3, 8):
-        (root / "CCPD" / str(digit)).mkdir(parents=True)
-        for number in range(4):
-            Image.new("RGB", (20, 30), (0, 0, 90)).save(root / "CCPD" / f"{digit}/{number}.png")
-    config = config_of(root, clients=3, origins="mnist+usps,svhn,ccpd")
-    data = datasets.load(config)
-    assert data.shape == datasets.data_shape(config)
-    assert data.x.shape == (90 + 20 + 8, 3, 32, 32)
-    assert data.groups == (0, 1, 2)
-    # SVHN's digit 0 has the label 10.
-    assert data.y[90:100].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
-    assert data.y[110:].tolist() == [3] * 4 + [8] * 4
-    assert data.x[95, :, 4, 4].tolist() == [0, 50, 0]
-    assert data.x[117, :, 4, 4].tolist() == [0, 0, 90]
-    assert data.x[0, :, 4, 4].tolist() == [100] * 3
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"origins": "mnist,emnist"}, r"origins 'mnist,emnist' must name each of mnist, usps"),
-        ({"origins": "mnist,mnist"}, r"at most once"),
-        ({"origins": "mnist,svhn"}, r"svhn is not under '.*expected SVHN/ with train_32x32.mat"),
-        ({"origins": "ccpd"}, r"ccpd is not under '.*expected CCPD/ with images in folders"),
-        ({"clients": 1}, r"at least 2 clients, got 1"),
-        ({"clients": 40}, r"origin usps has 30 digits, too few for 20 clients"),
-    ],
-)
-def test_what_cannot_be_is_one_clear_line(
-    root: Path, keys: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        datasets.load(config_of(root, **keys))
-
-
-@pytest.mark.skipif(not (REAL / "usps").is_dir(), reason="no usps")
-def test_the_real_digits() -> None:
-    data = datasets.load(config_of(REAL.resolve(), clients=10))
-    assert data.users is not None
-    assert [len(own) for own in data.users] == [14_000] * 5 + [1860] * 3 + [1859] * 2
+            (tmp_path / f"{part}-{kind}-ubyte").write_bytes(head + values.tobytes())
+    with pytest.raises(UserError, match="labels from 0 to 9"):
+        datasets.load(RunConfig(dataset="usps", data_root=str(tmp_path)))

@@ -27,7 +27,7 @@ def config_of(root: Path, **keys: Any) -> RunConfig:
     return RunConfig(dataset="leaf", data_root=str(root), **keys)
 
 
-def test_vectors_by_user_as_in_leafs_synthetic_data(tmp_path: Path) -> None:
+def test_leafs_synthetic_data_are_read_by_user(tmp_path: Path) -> None:
     write(
         tmp_path / "data/train/a.json",
         {"u0": ([[1.0, 5.0]], [0.0]), "u1": ([[2.0, 5.0], [6.0, 5.0]], [1.0, 3.0])},
@@ -44,7 +44,7 @@ def test_vectors_by_user_as_in_leafs_synthetic_data(tmp_path: Path) -> None:
     assert not data.x_train[:, 1].any()
 
 
-def test_text_by_role_as_in_leafs_shakespeare(tmp_path: Path) -> None:
+def test_leafs_shakespeare_is_read_by_role(tmp_path: Path) -> None:
     write(
         tmp_path / "all_data/a.json",
         {"ROMEO": (["abba", "bcab"], ["c", "a"]), "X": (["aaaa"], ["d"])},
@@ -74,14 +74,14 @@ def test_text_by_role_as_in_leafs_shakespeare(tmp_path: Path) -> None:
         (["ab", 3], ["a", "b"]),
     ],
 )
-def test_what_is_wrong_with_a_user_is_said(tmp_path: Path, x: list[Any], y: list[Any]) -> None:
+def test_mistakes_in_a_users_data_are_reported(tmp_path: Path, x: list[Any], y: list[Any]) -> None:
     write(tmp_path / "train/a.json", {"u": (x, y)})
     with pytest.raises(UserError, match=r"a\.json, user 'u': expected of every user x") as caught:
         datasets.load(config_of(tmp_path, clients=1))
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
+def test_mistakes_in_leaf_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="leaf needs the folder with LEAF's files"):
         datasets.load(RunConfig(dataset="leaf", clients=1))
     with pytest.raises(UserError, match=r"leaf is not under .*expected train/\*\.json"):
@@ -140,7 +140,7 @@ def test_characters_are_named_one_by_one_or_in_ranges(text: str, labels: list[in
 
 
 @pytest.mark.parametrize("text", ["", "j-a", "a-", "-", "a,b", "ä", "a-ä", "_", "A - C"])
-def test_what_names_no_characters_is_refused(text: str) -> None:
+def test_an_invalid_choice_of_characters_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=f"characters '{text}' cannot be read: write all, or digit"):
         kinds(text)
 
@@ -165,7 +165,7 @@ def test_other_characters_are_left_out_and_the_rest_numbered_from_zero() -> None
         found.largest(3, "it")
 
 
-def test_a_writer_keeps_so_many_characters_or_is_no_client() -> None:
+def test_writers_with_too_few_characters_are_left_out() -> None:
     found = chosen(characters="a-c", classes_per_writer=2)
     own = found.labels[3:7][found.labels[3:7] >= 0]
     assert len(set(own)) == 2
@@ -196,7 +196,7 @@ def test_characters_in_turn_go_round_as_far_as_a_writer_has_them() -> None:
     assert found.sizes.tolist() == [4, 4, 2]
 
 
-def test_who_has_few_samples_is_no_client() -> None:
+def test_users_with_few_samples_are_left_out() -> None:
     assert chosen(least_samples=4).sizes.tolist() == [0, 4, 0]
 
 
@@ -211,7 +211,7 @@ def test_every_client_needs_samples_of_both_kinds_where_the_data_say_which_are_f
 # A folder.
 
 
-def test_a_folder_of_characters(tmp_path: Path) -> None:
+def test_a_folder_of_characters_is_read(tmp_path: Path) -> None:
     write_writer(tmp_path, "pen_1", [A, A, 10])
     write_writer(tmp_path, "pen_2", [A, B, B, C] * 5)
     write_writer(tmp_path, "ink_3", [C] * 10 + [10] * 30)
@@ -233,7 +233,7 @@ def test_a_folder_of_characters(tmp_path: Path) -> None:
         datasets.load(writers_of(tmp_path, characters="a-c", clients=4))
 
 
-def test_a_folder_that_says_what_is_held_out(tmp_path: Path) -> None:
+def test_a_folder_of_characters_may_state_its_test_samples(tmp_path: Path) -> None:
     for name in ("1", "2"):
         write_writer(tmp_path, name, [A, B, B, A], heldout=np.array([True, False, False, False]))
     config = writers_of(tmp_path, characters="ab", clients=2)
@@ -243,7 +243,7 @@ def test_a_folder_that_says_what_is_held_out(tmp_path: Path) -> None:
         datasets.load(writers_of(tmp_path, characters="b", clients=1))
 
 
-def test_what_are_no_characters_is_said(tmp_path: Path) -> None:
+def test_files_without_characters_are_reported(tmp_path: Path) -> None:
     np.savez(tmp_path / "1.npz", x=np.zeros((4, 3)), y=np.arange(4))
     with pytest.raises(UserError, match=r"holds no characters.*dataset npz-folder"):
         datasets.load(writers_of(tmp_path, clients=1))

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.datasets.images import read_idx
-from raceme.datasets.source import DataShape, Target, suited
+from raceme.datasets.source import Dataset, DataShape, Target, suited
 from raceme.runs import experiment
 from raceme.training import models
 
@@ -64,14 +63,14 @@ def test_the_constant_guess_of_a_quantity_is_the_mean(tmp_path: Path) -> None:
     assert datasets.constant_guess(datasets.with_defaults(folder(tmp_path))) == pytest.approx(1.0)
 
 
-def test_a_file_whose_name_is_no_clients_is_said(tmp_path: Path) -> None:
+def test_a_file_without_a_clients_name_is_reported(tmp_path: Path) -> None:
     write(tmp_path, "Anna Müller")
     write(tmp_path, "Ben\u00a0Meier")
     with pytest.raises(UserError, match=r"The client 'Ben\\xa0Meier' needs another name"):
         datasets.load(folder(tmp_path, clients=2))
 
 
-def test_what_is_held_out_is_tested_with_and_nothing_else(tmp_path: Path) -> None:
+def test_only_held_out_samples_are_tested(tmp_path: Path) -> None:
     held = np.array([False, True, False, False, True, False])
     write(tmp_path, "1", heldout=held)
     data = datasets.client_data(folder(tmp_path), 0)
@@ -88,7 +87,7 @@ def test_files_may_hold_the_four_arrays_of_a_devices_own_file(tmp_path: Path) ->
         datasets.load(folder(tmp_path))
 
 
-def test_windows_are_normalised_by_channel_over_what_is_not_held_out(tmp_path: Path) -> None:
+def test_windows_are_normalised_by_channel_over_training_samples(tmp_path: Path) -> None:
     # Two channels of four readings: the second is a hundred times larger, and constant.
     x = np.zeros((4, 2, 4), np.float16)
     x[:, 0] = [[[1, 3, 1, 3]], [[1, 3, 1, 3]], [[9, 9, 9, 9]], [[1, 3, 1, 3]]][0]
@@ -106,7 +105,7 @@ def test_windows_are_normalised_by_channel_over_what_is_not_held_out(tmp_path: P
 @pytest.mark.parametrize(
     ("shape", "axis"), [((2, 5), 1), ((5, 2), 2), ((4, 4), 1), ((3, 8, 8), 1), ((7,), 1)]
 )
-def test_which_axis_is_that_of_the_channels(
+def test_the_axis_of_the_channels_is_recognised(
     tmp_path: Path, shape: tuple[int, ...], axis: int
 ) -> None:
     write(tmp_path, "1", 200, shape, heldout=np.arange(200) > 149)
@@ -161,7 +160,7 @@ def test_groups_are_stated_or_told_from_the_names(tmp_path: Path) -> None:
         ({"num_classes": np.array(2)}, "num_classes must be one whole number, at least 3"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(
+def test_mistakes_in_a_file_are_reported(
     tmp_path: Path, arrays: dict[str, object], message: str
 ) -> None:
     write(tmp_path, "7", **arrays)  # type: ignore[arg-type]
@@ -170,7 +169,7 @@ def test_what_is_wrong_with_a_file_is_said(
     assert "7.npz" in str(caught.value)
 
 
-def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
+def test_mistakes_in_a_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="npz-folder needs the folder"):
         datasets.load(RunConfig(dataset="npz-folder"))
     with pytest.raises(UserError, match=r"no .npz files in .*Expected in each file"):
@@ -199,82 +198,16 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
         (DataShape((80,), 77, tokens=77), "gru"),
     ],
 )
-def test_the_model_that_suits_fits(shape: DataShape, model: str) -> None:
+def test_the_default_model_fits(shape: DataShape, model: str) -> None:
     name, lr = suited(shape)
     assert (name, lr > 0) == (model, True)
     models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
 
 
-# Text.
-
-
-def write_text(path: Path, said: dict[str, str]) -> None:
-    offset = np.cumsum([0, *(len(words) for words in said.values())])
-    text = np.frombuffer("".join(said.values()).encode(), np.uint8)
-    np.savez(path / "roles.npz", text=text, offset=offset, names=list(said))
-
-
-def text_config(root: Path, **keys: object) -> RunConfig:
-    return RunConfig.from_mapping({"dataset": "text", "data-root": str(root), **keys})
-
-
-def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> None:
-    write_text(tmp_path, {"A": "abc", "B": "abcdefghij" * 2})
-    config = text_config(tmp_path, **{"text-length": 3, "text-step": 2, "test-fraction": 0.5})
-    # Too short for two samples: A is no client.
-    assert datasets.with_defaults(config).clients == 1
-    data = datasets.client_data(config, 0)
-    # abcdefghij|abcdefghij: from 0, 2, 4 and 6, and the same again in the half for testing.
-    assert data.x_train.tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8]]
-    assert data.y_train.tolist() == [3, 5, 7, 9]
-    assert data.x_test.tolist() == data.x_train.tolist()
-    assert datasets.data_shape(config) == DataShape((3,), 10, 10)
-    assert datasets.with_defaults(config).model == "gru"
-    with pytest.raises(UserError, match="Too many clients: 2, but only 1 roles"):
-        datasets.load(config.with_values(clients=2))
-
-
-def test_a_gru_learns_which_character_comes_next(tmp_path: Path) -> None:
-
-    from raceme.core.training_settings import TrainingSettings
-    from raceme.training.local import evaluate, train
-    from raceme.training.models import Network, Samples
-
-    write_text(tmp_path, {"A": "abcd" * 300})
-    config = text_config(tmp_path, **{"text-length": 8, "text-step": 1})
-    data, shape = datasets.client_data(config, 0), datasets.data_shape(config)
-    network = Network(models.build("gru", shape.input_shape, 4, tokens=shape.tokens))
-    torch.set_num_threads(1)
-    samples = Samples(data.x_train, data.y_train)
-    train(network, samples, TrainingSettings(0.5), np.random.default_rng(0))
-    assert evaluate(network, Samples(data.x_test, data.y_test))[0] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"text": np.zeros(9, np.uint8)}, "lacks offset"),
-        ({"text": np.zeros(9), "offset": [0, 9]}, "does not fit together"),
-        ({"text": np.zeros(9, np.uint8), "offset": [0, 10]}, "does not fit together"),
-        ({"text": np.zeros(9, np.uint8), "offset": [5, 0]}, "does not fit together"),
-    ],
-)
-def test_what_is_wrong_with_text_is_said(
-    tmp_path: Path, arrays: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UserError, match="text needs the folder"):
-        datasets.load(RunConfig(dataset="text"))
-    with pytest.raises(UserError, match="there is not one"):
-        datasets.load(text_config(tmp_path))
-    np.savez(tmp_path / "roles.npz", **arrays)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=message):
-        datasets.load(text_config(tmp_path))
-
-
 # USPS.
 
 
-def test_idx_files_of_16_by_16_pixels(tmp_path: Path) -> None:
+def test_usps_files_of_16_by_16_pixels_are_read(tmp_path: Path) -> None:
     (tmp_path / "usps").mkdir()
     for name, count in (("train", 60), ("t10k", 20)):
         images = np.full((count, 16, 16), count, np.uint8)
@@ -295,6 +228,67 @@ def test_idx_files_of_16_by_16_pixels(tmp_path: Path) -> None:
         datasets.load(RunConfig(dataset="usps", data_root=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match="usps needs the folder with its files: --data-root DIR"):
         datasets.load(RunConfig(dataset="usps"))
+
+
+# What dataset.toml says.
+
+
+def test_a_description_has_the_defaults_of_runs(tmp_path: Path) -> None:
+    write(tmp_path, "1", shape=(13, 24))
+    assert datasets.with_defaults(folder(tmp_path)).model == "cnn1d"
+    (tmp_path / "dataset.toml").write_text('model = "mclr"\nlr = 0.02\ntarget-accuracy = 0.7\n')
+    config = datasets.with_defaults(folder(tmp_path))
+    assert (config.model, config.lr, datasets.default_target(config)) == ("mclr", 0.02, 0.7)
+    config = datasets.with_defaults(folder(tmp_path, model="mlp", lr=0.3))
+    assert (config.model, config.lr) == ("mlp", 0.3)
+
+
+def test_inputs_are_used_as_they_are_where_the_description_says_so(tmp_path: Path) -> None:
+    x = np.arange(6.0).reshape(6, 1)
+    write(tmp_path, "1", x=x, heldout=np.arange(6) > 3)
+    assert datasets.client_data(folder(tmp_path), 0).x_train.mean() == pytest.approx(0.0)
+    (tmp_path / "dataset.toml").write_text("mean = 0.0\nstd = 1.0\n")
+    datasets.forget()
+    assert datasets.client_data(folder(tmp_path), 0).x_train.ravel().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle = 'mlp'", r"Unknown key of .*dataset.toml 'modle'. Did you mean 'model'"),
+        ("mean = 1.0", r"dataset.toml has mean alone: mean and std are given together"),
+        ("lr = -1.0", r"lr in .*dataset.toml must be greater than 0, got -1"),
+        ("model = 'os:system'", r"Unknown model in .*dataset.toml 'os:system'"),
+        ("model", r"The description .*dataset.toml is not valid TOML"),
+    ],
+)
+def test_a_wrong_description_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path, "1")
+    (tmp_path / "dataset.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        datasets.with_defaults(folder(tmp_path))
+
+
+def test_a_folder_below_data_root(tmp_path: Path) -> None:
+    (tmp_path / "people").mkdir()
+    write(tmp_path / "people", "anna")
+    config = RunConfig.from_mapping(
+        {"dataset": "npz-folder", "data-root": str(tmp_path), "data-folder": "people"}
+    )
+    assert datasets.client_names(config) == ("anna",)
+
+
+def test_periods_are_whole_numbers_of_all_samples_of_all_files(tmp_path: Path) -> None:
+    write(tmp_path, "1", period=np.arange(6) // 2)
+    found = datasets.load(folder(tmp_path, clients=1)).periods
+    assert found is not None
+    assert found.tolist() == [0, 0, 1, 1, 2, 2]
+    write(tmp_path, "2")
+    with pytest.raises(UserError, match="have a period of each sample and others have not"):
+        datasets.load(folder(tmp_path, clients=2))
+    write(tmp_path, "2", period=np.arange(5))
+    with pytest.raises(UserError, match=r"2.npz: period must hold whole numbers, shape \(6,\)"):
+        datasets.load(folder(tmp_path, clients=2))
 
 
 # Real files.
@@ -387,14 +381,14 @@ def test_whole_numbers_without_one_are_classes(tmp_path: Path) -> None:
         ({**CELSIUS, "y_test": np.array(["a"] * 3)}, "y_test must hold numbers"),
     ],
 )
-def test_what_is_wrong_with_a_quantity(
+def test_mistakes_in_a_quantity_are_reported(
     tmp_path: Path, arrays: dict[str, object], told: str
 ) -> None:
     with pytest.raises(UserError, match=told):
         datasets.load(device(write_quantity(tmp_path / "a.npz", **arrays)))
 
 
-def test_files_of_one_model_say_the_same(tmp_path: Path) -> None:
+def test_files_of_one_model_must_agree(tmp_path: Path) -> None:
     write_quantity(tmp_path / "d0.npz", **CELSIUS)
     write_quantity(tmp_path / "d1.npz", **{**CELSIUS, "y_std": 5.0})
     run = device(tmp_path / "d{client}.npz").with_values(clients=2)
@@ -410,7 +404,7 @@ def test_files_of_one_model_say_the_same(tmp_path: Path) -> None:
 # A folder of files.
 
 
-def test_a_folder_s_quantity_is_scaled_by_what_is_for_training(tmp_path: Path) -> None:
+def test_a_quantity_is_scaled_by_the_training_samples_of_all_files(tmp_path: Path) -> None:
     x = np.arange(8.0).reshape(4, 2)
     held = np.array([False, False, True, True])
     for name, first in (("a", 1.0), ("b", 3.0)):
@@ -440,12 +434,32 @@ def test_a_folder_takes_the_four_arrays_of_a_device_and_a_quantity_that_never_ch
     assert datasets.client_data(folder(tmp_path), 0).y_test.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("dataset", ["fsdd", "characters"])
-def test_datasets_of_classes_refuse_a_quantity(tmp_path: Path, dataset: str) -> None:
-    x = np.zeros((4, 1, 28, 28) if dataset == "characters" else (4, 32, 32), np.float32)
-    np.savez(tmp_path / "a.npz", x=x, y=np.arange(4.0), unit="K")
-    with pytest.raises(UserError, match=r"holds no (characters|spectra)"):
-        datasets.load(RunConfig(dataset=dataset, data_root=str(tmp_path), clients=1))
+def test_characters_are_no_quantity(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 1, 28, 28)), y=np.arange(4.0), unit="K")
+    with pytest.raises(UserError, match=r"holds no characters"):
+        datasets.load(RunConfig(dataset="characters", data_root=str(tmp_path), clients=1))
+
+
+@pytest.mark.parametrize("partition", ["label-groups", "dirichlet", "classes"])
+def test_quantities_are_not_dealt_by_label(partition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.zeros((40, 3), np.float32)
+    y = np.linspace(0, 1, 40, dtype=np.float32)
+    whole = Dataset(x, y, num_classes=0, target=Target("K"))
+    monkeypatch.setattr(datasets, "_load", lambda config: whole)
+    monkeypatch.setattr(datasets, "_data_shape", lambda config: whole.shape)
+    config = RunConfig(dataset="digits", clients=4, partition=partition)
+    with pytest.raises(UserError, match=f"partition {partition} needs classes, and the labels"):
+        datasets.true_groups(config)
+    assert datasets.true_groups(config.with_values(partition="iid")) == (None,) * 4
+    datasets._deal.cache_clear()
+    datasets._drift.cache_clear()
+
+
+@pytest.mark.parametrize("model", ["mlp", "mclr", "gru", "lstm", "cnn1d", "mlp128"])
+def test_models_of_a_quantity_have_one_output(tmp_path: Path, model: str) -> None:
+    write(tmp_path, "1", shape=(13, 24), unit="K")
+    *_, bias = models.initial_arrays(folder(tmp_path, clients=1, model=model)).values()
+    assert bias.shape == (1,)
 
 
 # What a server has.
@@ -456,7 +470,7 @@ def proxy(path: Path, **more: object) -> None:
     np.savez(path, **{"x": x, "y": y, "x_train": x, "y_train": y, **CELSIUS, **more})  # type: ignore[arg-type]
 
 
-def test_a_server_s_own_samples_are_scaled_alike(tmp_path: Path) -> None:
+def test_a_servers_own_samples_have_the_same_scale(tmp_path: Path) -> None:
     (tmp_path / "sets").mkdir()
     for name in ("a", "b"):
         proxy(tmp_path / "sets" / f"{name}.npz")

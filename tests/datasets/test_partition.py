@@ -260,7 +260,7 @@ def test_a_number_stands_for_so_many_equal_groups() -> None:
         "0.2;0.8",
     ],
 )
-def test_shares_that_are_no_shares_are_refused(text: str) -> None:
+def test_invalid_shares_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"groups must be .*0\.2,0\.2,0\.3,0\.3 or 4; got"):
         parse_groups(text)
 
@@ -316,12 +316,14 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
         ("iid", {"clients": 4, "sizes": "big"}, "sizes 'big'. Valid: equal, log-normal, power-law"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_said(name: str, keys: dict[str, object], message: str) -> None:
+def test_an_impossible_partition_is_reported(
+    name: str, keys: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         deal(name, **keys)
 
 
-def test_a_label_too_rare_for_its_holders_is_said() -> None:
+def test_a_label_too_rare_for_its_holders_is_reported() -> None:
     labels = np.repeat(np.arange(4), [400, 400, 400, 3])
     with pytest.raises(UserError, match=r"Too few samples of label 3: 3 for 10 clients"):
         deal("classes", labels, clients=20, classes_per_client=2)
@@ -348,7 +350,7 @@ def test_indices_ascend() -> None:
         ("1000", 1, None, "1"),
     ],
 )
-def test_groups_that_would_get_nobody_join_a_neighbour(
+def test_groups_without_clients_join_a_neighbour(
     text: str, clients: int, labels: int | None, fitting: str
 ) -> None:
     assert fitting_groups(text, clients, labels) == fitting
@@ -505,7 +507,7 @@ def test_the_noise_of_a_sample_is_its_own_whoever_asks_for_it() -> None:
     assert np.array_equal(scenario.inputs(dataset, np.array([7]), 0), dataset.inputs(np.array([7])))
 
 
-def test_what_others_make_of_the_samples_has_the_labels_of_the_group() -> None:
+def test_draws_of_a_mixture_have_the_labels_of_their_group() -> None:
     # A server's samples of the second distribution, and a mixture's draws.
     held = datasets.proxy_sets(config_of("s2", proxy="50"))
     first, second = held.proxies
@@ -530,7 +532,7 @@ def test_what_others_make_of_the_samples_has_the_labels_of_the_group() -> None:
         ({"scenario_noise": "neither"}, "Unknown value of scenario-noise 'neither'"),
     ],
 )
-def test_what_cannot_be_is_an_error(keys: dict[str, object], error: str) -> None:
+def test_an_impossible_partition_option_is_an_error(keys: dict[str, object], error: str) -> None:
     with pytest.raises(UserError, match=error):
         datasets.true_groups(config_of(**{"scenario": "s1", **keys}))
 

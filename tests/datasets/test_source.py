@@ -1,4 +1,4 @@
-"""Sources: a user's own function, and files that are not what they seem."""
+"""Sources: a user's own function, and hostile files."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def load_files(path: Path) -> None:
         (stored(INPUTS) + b"more", "size of x_train"),
     ],
 )
-def test_a_header_that_lies_is_found_out_before_memory_is_taken(
+def test_a_false_header_is_found_before_memory_is_allocated(
     member: bytes, message: str, tmp_path: Path
 ) -> None:
     path = npz(tmp_path / "a.npz", x_train=member)
@@ -153,7 +153,7 @@ def test_a_header_that_lies_is_found_out_before_memory_is_taken(
         (np.full(8, 2**64 - 1, np.uint64), "below 100,000; got 18446744073709551615"),
     ],
 )
-def test_labels_are_those_of_a_possible_model(
+def test_impossible_labels_are_refused(
     labels: NDArray[np.generic], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -178,7 +178,7 @@ def test_an_array_larger_than_the_memory_is_not_unpacked(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "dangling", "array"])
-def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     {
         "pipe": lambda: os.mkfifo(path),

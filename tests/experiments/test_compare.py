@@ -1,4 +1,4 @@
-"""Comparisons: the same conditions for all, nothing finished lost or redone, the numbers right."""
+"""Comparisons: equal conditions, no finished run lost or repeated, correct numbers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_is_the_same_alone_and_in_a_comparison(finished: Path, tmp_path: P
     assert dump(job.folder) == dump(finished / "casa" / "seed-1")
 
 
-def test_only_what_is_unfinished_is_done_again(finished: Path, tmp_path: Path) -> None:
+def test_only_unfinished_runs_are_repeated(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "copy"
     shutil.copytree(finished, out)
     (out / "fedasync" / "seed-1" / "summary.json").unlink()
@@ -289,7 +289,7 @@ def test_a_run_is_finished_if_it_did_what_it_was_to_do(
         ("[methods.krum.options]\nnum-malicious-nodes = 4\n[settings]\nclients = 8", "krum cannot"),
     ],
 )
-def test_what_is_wrong_with_a_suite_is_said_before_anything_starts(
+def test_mistakes_in_a_suite_are_reported_before_anything_starts(
     tmp_path: Path, text: str, message: str
 ) -> None:
     path, out = tmp_path / "suite.toml", tmp_path / "out"
@@ -334,7 +334,9 @@ def test_the_tables_of_a_suite_that_others_extend_are_for_its_methods(tmp_path: 
         suite.config(suite.methods[0], 0)
 
 
-def test_compare_as_a_person_types_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_compare_leaves_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "panicle").mkdir()
     arguments = ["compare", "fedasync", "--out", str(tmp_path / "out"), "--processes", "1"]

@@ -1,4 +1,4 @@
-"""A comparison's folder: one at a time, nothing of others removed, nothing lost when it ends."""
+"""A comparison's folder: one comparison at a time, and no file of others is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a comparison where there is no terminal."""
+"""The progress of a comparison in output without a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raceme.experiments.jobs import Finished, Job, JobProgress, make_jobs
 from raceme.experiments.suites import of_names
 
 
-def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
+def test_a_line_is_printed_after_ten_quiet_seconds(tmp_path: Path) -> None:
     suite = of_names(["casa", "fedasync"], {"max-updates": 100})
     casa, fedasync = make_jobs(suite, suite.methods, (0,), tmp_path)
     out, now = StringIO(), 0.0
@@ -67,7 +67,7 @@ def test_runs_of_a_budget_of_time_are_measured_by_it(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_resumed_run_had_done_says_nothing_of_the_time_left(tmp_path: Path) -> None:
+def test_the_time_left_of_a_resumed_run_ignores_its_earlier_part(tmp_path: Path) -> None:
     suite = of_names(["casa", "fedasync"], {"max-updates": 100})
     casa, _ = make_jobs(suite, suite.methods, (0,), tmp_path)
     out, now = StringIO(), 0.0

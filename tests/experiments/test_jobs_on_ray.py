@@ -72,7 +72,7 @@ def content_of(out: Path) -> list[object]:
     return content
 
 
-def test_a_comparison_that_is_interrupted_goes_on_from_what_came_back(
+def test_an_interrupted_comparison_continues_with_its_finished_runs(
     runs: Any, tmp_path: Path, plain: list[object]
 ) -> None:
     def interrupted(job: Job, news: JobProgress | Finished | None) -> None:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from raceme.cli import app
 from raceme.core.errors import UserError
+from raceme.datasets.npz import FolderOptions
 from raceme.experiments.suites import Timing, all_shipped, load_suite, shipped
 from raceme.strategies import FedAsyncParameters
 
@@ -75,9 +76,9 @@ def test_every_key_of_a_suite_is_valid(name: str) -> None:
             if of_casa:
                 # The paper's appendix A.2.
                 assert (config.batch_size, config.lr, config.local_epochs) == (10, 0.01, 1)
-                assert config.clients == {"imu": 7, "uci-har": 30}.get(config.dataset, 100)
-                is_sensor = config.dataset in ("imu", "harbox", "uci-har")
-                assert config.model == ("mlp300" if is_sensor else "cnn-fedrep")
+                folder = config.read(FolderOptions).data_folder
+                assert config.clients == {"imu": 7, "uci-har": 30}.get(folder, 100)
+                assert config.model == ("mlp300" if folder else "cnn-fedrep")
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -100,14 +101,16 @@ def test_published_numbers_of_table_1(column: str) -> None:
             row = variant.row
             assert (variant.options["k"], row.accuracy, row.time) in expected[label]
     config = suite.config(suite.methods[0], 0)
-    assert (config.dataset, config.target_accuracy) == (column, TARGETS[column])
+    folder = config.read(FolderOptions).data_folder
+    assert (folder or config.dataset, config.target_accuracy) == (column, TARGETS[column])
     assert config.devices == "slow30x5"
 
 
 @pytest.mark.parametrize("part", ["characters", "uci-har"])
 def test_open_data_in_the_place_of_the_paper_s_have_no_published_numbers(part: str) -> None:
     suite = load_suite(shipped("casa-table1")[part])
-    assert suite.dataset == part
+    folder = suite.config(suite.methods[0], 0).read(FolderOptions).data_folder
+    assert (folder or suite.dataset) == part
     assert not any(method.published for method in suite.methods)
     # All clients take part in each of the 500 rounds, and as many updates are not fewer rounds.
     fedavg = suite.config(suite.only(["fedavg"]).methods[0], 0)

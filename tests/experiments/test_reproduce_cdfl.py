@@ -85,7 +85,7 @@ def test_the_suite_of_digits() -> None:
     suite = load_suite(shipped("cdfl-table1")["digits"])
     config = suite.config(suite.methods[0], 0)
     # 40 uploads of each client, on the mean; Table 2's last row.
-    assert (config.clients, config.max_updates, config.dataset) == (100, 4000, "digits-by-origin")
+    assert (config.clients, config.max_updates, config.dataset) == (100, 4000, "npz-folder")
     options = config.parameters()
     assert (options.k, options.c1, options.c2, options.sharpness) == (3, 0.9, 0.0, "5")
     assert {options.loss_bar, options.model_loss_bar, options.distance_bar} == {"min"}

@@ -71,14 +71,14 @@ def test_methods_keep_their_names_in_a_terminal_of_80_columns() -> None:
     assert "> 49.8 (2 of 3)" in lines[-1]  # (8.8 + 8.6 + 132) / 3
 
 
-def test_spread_by_hand() -> None:
+def test_the_spread_matches_numbers_computed_by_hand() -> None:
     # Mean 4, sample variance (4 + 0 + 4) / 2 = 4.
     assert Spread.over([2.0, 4.0, 6.0]) == Spread(4.0, 2.0, 3, 3)
     assert Spread.over([2.0, None]) == Spread(2.0, 0.0, 1, 2)
     assert Spread.over([None]) == Spread(None, None, 0, 1)
 
 
-def test_ratios_and_ranks_by_hand() -> None:
+def test_ratios_and_ranks_match_numbers_computed_by_hand() -> None:
     quick = result_of("quick", [2.0, 4.0], Published(99.0, 2.0))
     slow = result_of("slow", [9.0, 9.0], Published(98.0, 20.0))
     partly = result_of("partly", [1.0, None], Published(97.0, math.inf))
@@ -290,7 +290,7 @@ def test_rounds_without_a_method_that_has_any_are_an_error() -> None:
         of_names(["casa", "fedasync"], {"max-rounds": 3})
 
 
-def test_rounds_are_for_the_methods_that_have_them(tmp_path: Path) -> None:
+def test_a_key_for_rounds_applies_to_methods_with_rounds(tmp_path: Path) -> None:
     path = tmp_path / "suite.toml"
     path.write_text("rounds = 300\nasync-updates = 900\n[methods.fedavg]\n[methods.fedasync]\n")
     suite = load_suite(path)
@@ -310,7 +310,7 @@ def test_rounds_are_for_the_methods_that_have_them(tmp_path: Path) -> None:
     assert (job.config.max_updates, job.config.planned_updates) == (None, 12000)
 
 
-def test_a_shortened_suite_says_so() -> None:
+def test_a_shortened_suite_reports_it() -> None:
     suite = Suite(
         "t", (ComparedMethod("casa", "casa"),), {"clients": 100}, async_updates=50000
     ).scaled(0.1)

@@ -40,7 +40,7 @@ def test_the_worst_case_of_each_method_is_in_bold() -> None:
     )
 
 
-def test_a_method_with_a_failed_seed_has_no_part_in_the_case() -> None:
+def test_a_method_with_a_failed_seed_is_left_out_of_the_case() -> None:
     cases = {"one": case(a=(0.90, 2.0), b=(0.85, 1.0)), "two": case(a=(0.70, 4.0), b=(0.60, 3.0))}
     a, b = cases["two"].results
     # The mean of b's other seed, 0.95, is of other data than a's.

@@ -113,6 +113,15 @@ def test_variants_of_a_matrix(tmp_path: Path) -> None:
     assert not any(method.published for method in other.methods)
 
 
+def test_published_numbers_of_another_dataset_are_said(tmp_path: Path) -> None:
+    named = variants(written(tmp_path, COMPLETE))
+    even, other = (load_suite(named[name]) for name in ("digits-even", "other"))
+    said = "The published numbers are of digits, and these runs of mnist."
+    assert even.with_settings({"dataset": "mnist"}).notes == ("Two seeds.", said)
+    assert even.with_settings({"dataset": "digits", "clients": 8}).notes == ("Two seeds.",)
+    assert other.with_settings({"dataset": "mnist"}).notes == ("Two seeds.",)
+
+
 def test_a_suite_extends_a_variant(tmp_path: Path) -> None:
     written(tmp_path, COMPLETE)
     path = tmp_path / "longer.toml"

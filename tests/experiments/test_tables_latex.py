@@ -1,4 +1,4 @@
-"""A comparison as a LaTeX table: what is bold, what is escaped, and that it compiles."""
+"""A comparison as a LaTeX table: bold cells, escaped characters, compilation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def found() -> Comparison:
     return Comparison(Suite("A_1 & B", (fast, slow, never), seeds=(0, 1)), results)
 
 
-def test_a_best_value_is_bold_if_a_paired_test_over_five_seeds_says_so() -> None:
+def test_a_best_value_is_bold_if_a_paired_test_over_five_seeds_is_significant() -> None:
     # Two points better with every seed: 0.02, 0.03, 0.02, 0.01, 0.02 have t = 6.3.
     lower = [0.80, 0.85, 0.90, 0.70, 0.75]
     higher = [x + gain for x, gain in zip(lower, (0.02, 0.03, 0.02, 0.01, 0.02), strict=True)]

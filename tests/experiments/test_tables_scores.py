@@ -1,4 +1,4 @@
-"""Comparisons of several scores: columns, published numbers, and what is drawn, by hand."""
+"""Comparisons of several scores: columns, published numbers and plots, by hand."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_suite_with_scores_has_the_clients_make_the_tests(tmp_path: Path) -> N
         ("shows-work = true", "name one"),
     ],
 )
-def test_what_cannot_be_shown_is_an_error(tmp_path: Path, key: str, error: str) -> None:
+def test_a_score_that_the_runs_lack_is_an_error(tmp_path: Path, key: str, error: str) -> None:
     path = tmp_path / "suite.toml"
     path.write_text(f"{key}\n[methods.casa]\n")
     with pytest.raises(UserError, match=error):

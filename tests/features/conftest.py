@@ -1,4 +1,4 @@
-"""What tests of client halves have in common."""
+"""Fixtures of tests of client halves."""
 
 import pytest
 

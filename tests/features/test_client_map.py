@@ -1,4 +1,4 @@
-"""The map while a run goes on: true groups show, and the run does not know of it."""
+"""The map of a running run: it shows the true groups, and does not change the run."""
 
 from __future__ import annotations
 

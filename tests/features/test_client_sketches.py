@@ -41,17 +41,17 @@ def test_a_sketch_is_linear_and_sees_weights_only() -> None:
     assert (sketch(counted) == sketch(START)).all()
 
 
-def test_clients_that_pull_one_way_lie_together_while_the_model_moves() -> None:
-    pulls, models = ClientEmbedding(Sketch(LENGTH)), {0: Model(START.copy())}
+def test_clients_with_similar_updates_lie_together_while_the_model_changes() -> None:
+    embedding, models = ClientEmbedding(Sketch(LENGTH)), {0: Model(START.copy())}
     ways = {"a": EAST, "b": WEST, "c": EAST, "d": WEST}
     for number, (client, way) in enumerate(ways.items()):
-        pulls.send(number, models, {0: 1.0}, False)
+        embedding.send(number, models, {0: 1.0}, False)
         start = models[0].vector.copy()
         # The others' progress meanwhile is none of this client's.
         models[0].move(5 * RNG.normal(size=LENGTH).astype(np.float32))
-        pulls.take(number, client, 0, start + np.float32(0.1) * way)
-        pulls.close(number)
-    clients, rows = pulls.seen_from_the_mean(models, everybody_in(0).__getitem__)
+        embedding.take(number, client, 0, start + np.float32(0.1) * way)
+        embedding.close(number)
+    clients, rows = embedding.relative_to_mean(models, everybody_in(0).__getitem__)
     assert clients == list("abcd")
     assert cosine(rows[0], rows[2]) > 0.99
     assert cosine(rows[1], rows[3]) > 0.99
@@ -59,40 +59,40 @@ def test_clients_that_pull_one_way_lie_together_while_the_model_moves() -> None:
 
 
 def test_clients_of_different_clusters_lie_apart_though_they_change_nothing() -> None:
-    pulls = ClientEmbedding(Sketch(LENGTH))
+    embedding = ClientEmbedding(Sketch(LENGTH))
     models = {1: Model(START + EAST), 2: Model(START + WEST)}
     placement = {"a": {1: 1.0}, "b": {2: 1.0}, "c": {1: 0.5, 2: 0.5}}
     for number, (client, weights) in enumerate(placement.items()):
-        pulls.send(number, models, weights, False)
+        embedding.send(number, models, weights, False)
         served = sum(share * models[k].vector for k, share in weights.items())
-        pulls.take(number, client, 0, np.asarray(served, np.float32))
-    _, rows = pulls.seen_from_the_mean(models, placement.__getitem__)
+        embedding.take(number, client, 0, np.asarray(served, np.float32))
+    _, rows = embedding.relative_to_mean(models, placement.__getitem__)
     assert cosine(rows[0], rows[1]) < -0.9
     # Half of both is the mean of all.
     assert np.linalg.norm(rows[2]) < 0.01 * np.linalg.norm(rows[0])
 
 
 def test_a_client_that_chooses_started_from_its_choice() -> None:
-    pulls = ClientEmbedding(Sketch(LENGTH))
+    embedding = ClientEmbedding(Sketch(LENGTH))
     models = {1: Model(START + EAST), 2: Model(START + WEST)}
-    pulls.send(0, models, {1: 1.0, 2: 1.0}, True)
-    pulls.take(0, "a", 2, models[2].vector)
-    _, rows = pulls.seen_from_the_mean(models, {"a": {2: 1.0}}.__getitem__)
+    embedding.send(0, models, {1: 1.0, 2: 1.0}, True)
+    embedding.take(0, "a", 2, models[2].vector)
+    _, rows = embedding.relative_to_mean(models, {"a": {2: 1.0}}.__getitem__)
     assert rows[0] == pytest.approx(np.zeros(SKETCH_SIZE), abs=1e-3)
 
 
 def test_a_new_client_is_taken_at_once_and_then_in_its_turn() -> None:
-    pulls, models = ClientEmbedding(Sketch(LENGTH)), {0: Model(START.copy())}
+    embedding, models = ClientEmbedding(Sketch(LENGTH)), {0: Model(START.copy())}
     taken: list[str] = []
     rows = {}
     for look in range(5):
         for number, client in enumerate("abab"):
-            if pulls.wants(client):
+            if embedding.wants(client):
                 taken.append(f"{client}{look}")
-                pulls.send(number, models, {0: 1.0}, False)
-            pulls.take(number, client, 0, START + (EAST if look == 0 else WEST))
-            pulls.close(number)
-        clients, found = pulls.seen_from_the_mean(models, everybody_in(0).__getitem__)
+                embedding.send(number, models, {0: 1.0}, False)
+            embedding.take(number, client, 0, START + (EAST if look == 0 else WEST))
+            embedding.close(number)
+        clients, found = embedding.relative_to_mean(models, everybody_in(0).__getitem__)
         rows = dict(zip(clients, found, strict=True))
     assert taken == ["a0", "b0", "b3", "a4"]
     # 0.3 of the latest, and 0.7 of what was before.
@@ -101,9 +101,9 @@ def test_a_new_client_is_taken_at_once_and_then_in_its_turn() -> None:
 
 
 def test_a_task_from_before_a_restart_is_left_out() -> None:
-    pulls = ClientEmbedding(Sketch(LENGTH))
-    pulls.take(7, "a", 0, START)
-    pulls.close(7)
-    clients, rows = pulls.seen_from_the_mean({0: Model(START)}, everybody_in(0).__getitem__)
+    embedding = ClientEmbedding(Sketch(LENGTH))
+    embedding.take(7, "a", 0, START)
+    embedding.close(7)
+    clients, rows = embedding.relative_to_mean({0: Model(START)}, everybody_in(0).__getitem__)
     assert clients == []
     assert rows.shape == (0, SKETCH_SIZE)

@@ -1,4 +1,4 @@
-"""What a guard does with updates: by their length, and by their direction."""
+"""Guards: decisions by the length and by the direction of updates."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_or_it_is_refused() -> None:
     guard = NormProtection(NormOptions(protection_factor=4.0, protection_beyond="refuse"))
     heard(guard, FIVE)
     ruling = judge(guard, "new", along(0, 12.1), 10.0, home)
-    assert (ruling.verdict, ruling.verdict.keeps_out) == (Verdict.REFUSED, True)
+    assert (ruling.verdict, ruling.verdict.is_withheld) == (Verdict.REFUSED, True)
     assert (ruling.measured, ruling.bound) == (pytest.approx(12.1), 12.0)
     assert ruling.reason == "an update that is far longer than those of others"
 
@@ -475,7 +475,7 @@ def test_with_clusters_contradicted_updates_are_shortened() -> None:
     for client in range(4):
         sent[f"c{client}"] = near(1, client + 4, 0.2) * np.float32(0.6) - along(0, 0.8)
     for client, update in sent.items():
-        assert not judge(guard, client, update, 10.0, home, online=12).verdict.keeps_out
+        assert not judge(guard, client, update, 10.0, home, online=12).verdict.is_withheld
     ruling = judge(guard, "c0", sent["c0"], 10.0, home, online=12)
     assert (ruling.verdict, ruling.scale) == (Verdict.SCALED, pytest.approx(0.3, rel=0.05))
     assert "contradict" in ruling.reason
@@ -494,7 +494,7 @@ def test_clients_that_are_gone_have_no_vote() -> None:
     # Nor are lengths theirs.
     assert (ruling.verdict, ruling.bound) == (Verdict.SCALED, pytest.approx(2.0))
     guard.state.lengths["c0"] = 1.0
-    assert judge(guard, "c0", near(0, 1, 0.3), 10.0, same, 7).verdict.keeps_out
+    assert judge(guard, "c0", near(0, 1, 0.3), 10.0, same, 7).verdict.is_withheld
 
 
 def test_new_identities_share_one_record() -> None:
@@ -579,7 +579,7 @@ def test_a_client_in_a_wrong_cluster_is_borne_out_by_those_elsewhere() -> None:
             judge(guard, f"c{client}", near(0, client + 2, 0.3), 10.0, home)
             judge(guard, f"x{client}", near(1, client + 9, 0.3), 10.0, home)
         lost = judge(guard, "x9", near(0, 8, 0.3), 10.0, home)
-        assert not lost.verdict.keeps_out
+        assert not lost.verdict.is_withheld
 
 
 def test_with_proxy_sets_an_update_must_gain_nearly_as_much_as_those_of_others() -> None:

@@ -1,4 +1,4 @@
-"""A client's own model beside the received one: training, the choice, cost, and what a run says."""
+"""A client's own model beside the received one: training, choice, cost and summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions by similarity, and ``positions.jsonl``: snapshots come back and lie as before."""
+"""Positions by similarity, and ``positions.jsonl``: snapshots are restored and aligned."""
 
 from __future__ import annotations
 

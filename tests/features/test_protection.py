@@ -1,4 +1,4 @@
-"""Protected runs of any method: what it sees of poison, what is reported, and how it resumes."""
+"""Protected runs of any method: attacked updates, reports, and resumption."""
 
 from __future__ import annotations
 
@@ -384,7 +384,7 @@ def test_an_excluded_client_is_refused_reported_and_gone_for_the_method(method: 
     late = [e for e in of(events.UpdateApplied, seen) if e.client == ATTACKER]
     assert all(event.time <= first.time for event in late)
     refused = [e for e in of(events.UpdateRejected, seen) if e.client == ATTACKER]
-    assert len(refused) == sum(e.verdict.keeps_out for e in judged if e.client == ATTACKER)
+    assert len(refused) == sum(e.verdict.is_withheld for e in judged if e.client == ATTACKER)
 
 
 def retreats(model: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Tests on the data of every step so far: when, by whom, and of which models."""
+"""Tests on the data of every step so far: their time, clients and models."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_at_the_end_those_test_who_have_trained_on_their_step() -> None:
     ]
 
 
-def test_several_steps_that_are_over_at_once_are_one_moment() -> None:
+def test_steps_that_end_at_the_same_time_are_reported_together() -> None:
     grid = grid_of(pulled_app([ONES]), devices(4.0))
     seen = started(half(), grid, 3, Schedule("updates", (1.0, 1.5, 2.0)))
     # The second update moves the data by two steps: nobody has ever trained on step 2.
@@ -272,7 +272,7 @@ def costly(grid: VirtualGrid) -> VirtualGrid:
     return grid
 
 
-def test_devices_test_the_models_of_the_moment_when_they_are_free() -> None:
+def test_idle_devices_test_the_current_models() -> None:
     # Targets 8 and −8; c0 needs 1 s, c1 3 s. Step 0 ends at 2 s with the model 3.5, which c0 tests
     # at once; c1 is free at 3 s, when the model has moved on.
     grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0)))

@@ -1,4 +1,4 @@
-"""`raceme certs`: what it writes, who may read it, and that nothing is overwritten."""
+"""`raceme certs`: its files, their permissions, and that none is overwritten."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_new_server_certificate_comes_from_the_same_authority(tmp_path: Path) 
         (HOSTS, ["garden", "garden"], "have the same id"),
     ],
 )
-def test_nothing_is_overwritten_or_made_up(
+def test_existing_certificates_are_not_overwritten(
     tmp_path: Path, hosts: list[str], devices: list[str], match: str
 ) -> None:
     make_certificates(tmp_path, HOSTS, ["kitchen"])
@@ -166,7 +166,7 @@ def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
         *("a" * 64, ".".join(["a" * 60] * 5)),
     ],
 )
-def test_what_is_no_host_is_refused_before_anything_is_written(host: str, tmp_path: Path) -> None:
+def test_an_invalid_host_is_refused_before_anything_is_written(host: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a host name nor an address") as refused:
         make_certificates(tmp_path / "certs", ["server.example.org", host], ["kitchen"])
     # An error goes to a terminal, which what was typed must not steer.
@@ -203,9 +203,7 @@ def test_files_that_are_no_certificates_or_folders_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("bits", [0o644, 0o640, 0o604, 0o602, 0o610, 0o666])
-def test_a_key_that_others_can_read_is_taken_only_if_that_is_meant(
-    bits: int, tmp_path: Path
-) -> None:
+def test_a_key_that_others_can_read_needs_an_option(bits: int, tmp_path: Path) -> None:
     make_certificates(tmp_path, HOSTS, ["kitchen"])
     path = tmp_path / "devices" / "kitchen"
     path.chmod(bits)

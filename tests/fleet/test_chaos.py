@@ -1,4 +1,4 @@
-"""One run over gRPC in which everything dies once: it ends, nothing is lost or counted twice.
+"""One run over gRPC in which every process is killed once: no update is lost or doubled.
 
 `pytest -m slow -s tests/test_chaos.py` also tells what happened when.
 """

@@ -73,9 +73,9 @@ def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None
         assert no_key.wait() == 2
         assert "takes only devices with a registered key" in no_key.text()
         assert wrong_authority.wait() == 2
-        assert "is not the SuperLink that it should be" in wrong_authority.text()
+        assert "is not the expected SuperLink" in wrong_authority.text()
         wrong_key.wait_for("not accepted: this key is not registered")
-        plain.wait_for("perhaps it wants TLS")
+        plain.wait_for("perhaps it requires TLS")
 
         # Whoever is refused but still asks leaves at once when told to.
         assert [each.stop() for each in (right, wrong_key, plain)] == [0, 0, 0]

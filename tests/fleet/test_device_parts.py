@@ -46,7 +46,7 @@ from raceme.fleet.tasks import (
     Interrupter,
     LoadedRun,
     RefusedAppError,
-    Tasks,
+    TaskRunner,
     Trust,
 )
 from raceme.flower import fleet_client as fleet
@@ -71,7 +71,7 @@ def trap(path: Path) -> str:
     return f"open({str(path)!r}, 'w').close()\n{IDLE_CLIENT}"
 
 
-def test_an_app_that_is_what_it_was_announced_as_runs() -> None:
+def test_an_app_with_the_announced_hash_runs() -> None:
     data = bundle()
     assert load(data, announced(data), trusted=("tests/small",)).has_content()
 
@@ -194,7 +194,7 @@ def calls(stop: StopSignal | None = None) -> PatientCalls:
 
 
 @pytest.mark.parametrize("code", [CODE.UNAUTHENTICATED, CODE.FAILED_PRECONDITION])
-def test_a_clock_that_is_not_accepted_may_come_right(
+def test_a_refused_clock_may_be_set_later(
     code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A SuperLink says it with the first code, `raceme serve` with the second."""
@@ -242,7 +242,7 @@ def test_a_device_whose_reply_cannot_be_delivered_joins_again(tmp_path: Path) ->
         def send(self, reply: Message, seconds: float) -> None:
             raise fleet.ObjectPushError("part", 7, "session")
 
-    tasks = Tasks(Apps(Trust(("tests/other",))), {}, Interrupter(1.0))
+    tasks = TaskRunner(Apps(Trust(("tests/other",))), {}, Interrupter(1.0))
     identify_process(7, 5)
     message = Message(RecordDict(), 5, "train")
 
@@ -266,7 +266,7 @@ def test_a_device_whose_reply_cannot_be_delivered_joins_again(tmp_path: Path) ->
         (
             Failure(CODE.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 8)"),
             RejoinError,
-            r"takes no reply of this size: .* \(9 vs. 8\)",
+            r"refuses a reply of this size: .* \(9 vs. 8\)",
         ),
     ],
 )
@@ -296,7 +296,7 @@ def test_a_task_is_ended_after_its_grace() -> None:
     interrupter = Interrupter(grace=0.01)
 
     def work() -> None:
-        with interrupter.working():
+        with interrupter.interruptible():
             interrupter.stop()
             # A signal just before a single long call would not end it.
             while True:
@@ -330,7 +330,7 @@ def test_a_second_signal_ends_a_task_at_once_and_none_begins_later() -> None:
     begun = []
 
     def work() -> None:
-        with interrupter.working():
+        with interrupter.interruptible():
             begun.append("task")
             interrupter.stop()
             interrupter.stop()
@@ -343,7 +343,7 @@ def test_a_second_signal_ends_a_task_at_once_and_none_begins_later() -> None:
 
 def test_a_task_that_finishes_in_time_is_left_alone() -> None:
     interrupter = Interrupter(grace=1000.0)
-    with interrupter.working():
+    with interrupter.interruptible():
         interrupter.stop()
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
@@ -445,7 +445,7 @@ def test_a_message_whose_sender_died_half_way_is_given_up(
 
 
 def test_what_a_client_keeps_goes_over_to_a_run_that_resumes_and_to_no_other() -> None:
-    tasks = Tasks(Apps(Trust(("tests/other",))), {}, Interrupter(1.0))
+    tasks = TaskRunner(Apps(Trust(("tests/other",))), {}, Interrupter(1.0))
 
     def state(series: int, **config: str) -> RecordDict:
         return tasks._state_of(LoadedRun(ClientApp(), dict(config), series))

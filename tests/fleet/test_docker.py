@@ -1,4 +1,4 @@
-"""Images, compose files and units: linted, and checked for what they promise; no engine needed."""
+"""Images, compose files and units are linted and checked for their promises, without Docker."""
 
 from __future__ import annotations
 

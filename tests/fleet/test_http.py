@@ -357,7 +357,7 @@ def test_over_grpc_a_call_that_is_not_signed_is_refused_before_its_body_is_read(
         assert "Missing authentication metadata" in refused.value.details()
 
 
-def test_http_spoken_to_the_grpc_port_and_the_reverse_are_said(
+def test_http_spoken_to_the_grpc_port_and_the_reverse_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = generate_keys()

@@ -1,4 +1,4 @@
-"""Which devices are online, and what becomes of the place of one that was killed."""
+"""Online devices, and the replacement of a killed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raceme's devices and stock SuperNodes at one server: who is told what, and in which form."""
+"""Raceme's devices and stock SuperNodes at one server: each gets the form that it reads."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_device_of_another_protocol_is_told_the_command_that_updates_it(
     ("version", "digest", "said"),
     [
         ("0.1.9", "", "has raceme 0.1.9, this is "),
-        (None, "abc", "with other code than here"),
+        (None, "abc", "but with different code"),
         (None, "", ""),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_device_of_another_version_with_the_protocol_is_welcome_and_both_sides
     assert said in caplog.text
 
 
-def test_a_greeting_without_what_is_new_is_read() -> None:
+def test_a_greeting_without_newer_fields_is_read() -> None:
     assert Greeting.from_bytes(b'{"protocol": 2, "version": "0.2.0", "later": 1}\0') == Greeting(
         2, "0.2.0"
     )
@@ -162,7 +162,7 @@ def test_a_greeting_without_what_is_new_is_read() -> None:
         (wire.SEND, wire.SendRequest(5, "a", b"").to_bytes(), grpc.StatusCode.UNAUTHENTICATED),
     ],
 )
-def test_calls_that_are_none_are_refused(
+def test_invalid_calls_are_refused(
     server: Server, method: str, request_bytes: bytes, code: grpc.StatusCode
 ) -> None:
     with light_device(server) as link:
@@ -196,11 +196,11 @@ def test_a_reply_that_cannot_be_read_is_an_error_reply(server: Server) -> None:
         reply = Message(message.content, reply_to=message)
         assert server.state.accept(link.node_id, other, encode(reply))
         (reply,) = server.wait(other)
-        assert "not what was announced" in reply.error.reason
+        assert "differs from its announcement" in reply.error.reason
         assert key
 
 
-def test_what_nobody_has_any_more_is_told_as_lost(server: Server) -> None:
+def test_messages_without_a_copy_are_reported_as_lost(server: Server) -> None:
     with light_device(server) as link:
         server.state._cache = MessageCache(most_bytes=0)
         key = server.push(link.node_id, 1)

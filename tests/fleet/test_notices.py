@@ -1,4 +1,4 @@
-"""Notices to the operator: what is told, once, and that it arrives."""
+"""Notices to the operator: each problem is reported once, and notices arrive."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Situation:
         """Look some time later; return what is said then."""
         self.now += seconds
         before = len(self.said)
-        assert self.notices.look() is False
+        assert self.notices.check() is False
         return self.said[before:]
 
     def evaluated(self, score: float, unit: str | None = None) -> list[str]:
@@ -55,7 +55,7 @@ def situation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
     return Situation(tmp_path, monkeypatch)
 
 
-def test_a_fall_is_told_once_and_again_after_a_recovery(situation: Situation) -> None:
+def test_a_fall_of_the_accuracy_is_reported_once_until_it_recovers(situation: Situation) -> None:
     said = [situation.evaluated(score) for score in (0.5, 0.8, 0.73, 0.71, 0.6, 0.79, 0.7)]
     # A tenth below 0.8 is 0.72.
     assert said == [[], [], [], ["accuracy-fell"], [], [], ["accuracy-fell"]]
@@ -77,7 +77,7 @@ def test_devices_are_gone_when_half_are_away_for_five_minutes(situation: Situati
     assert situation.after(300) == ["devices-gone"]
 
 
-def test_disk_and_certificate(situation: Situation) -> None:
+def test_a_full_disk_and_an_expiring_certificate_are_reported(situation: Situation) -> None:
     situation.until = datetime.now(UTC) + timedelta(days=15)
     assert situation.after(0) == []
     situation.free = 100 << 20
@@ -138,7 +138,7 @@ def test_a_webhook_that_is_not_there_holds_nothing_up(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_says_so(
+def test_a_server_that_is_stopped_reports_it(
     received: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     url, found = received

@@ -1,4 +1,4 @@
-"""A whole run in which arrays travel as one, and one in which they travel as Flower's do."""
+"""Runs with arrays packed together and in Flower's form give the same models."""
 
 from __future__ import annotations
 

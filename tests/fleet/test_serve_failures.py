@@ -1,4 +1,4 @@
-"""What goes wrong for a server outside of it: each is one line, and nothing is lost."""
+"""Failures around a server: each is reported in one line, and no update is lost."""
 
 from __future__ import annotations
 

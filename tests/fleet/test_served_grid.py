@@ -1,4 +1,4 @@
-"""A grid in the process of its Fleet API: messages, nodes, and what survives a restart."""
+"""A grid in the process of its Fleet API: messages, nodes, and restarts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_of_many_replies_those_that_came_first_are_handed_out_first_and_the_othe
         assert len(list(server.grid.pull_messages(more))) == 10
 
 
-def test_nodes_may_come_while_it_is_looked_who_is_there() -> None:
+def test_nodes_may_join_while_nodes_are_listed() -> None:
     """The loop of the server looks, and that of the Fleet API lets nodes in: two threads."""
     state, interval = LinkState(APP), sys.getswitchinterval()
 
@@ -227,7 +227,7 @@ def test_the_messages_of_a_node_that_leaves_are_answered_with_an_error(tmp_path:
         assert replies[undone].error.code == NODE_UNAVAILABLE
 
 
-def test_what_a_registered_device_was_given_is_lost_when_it_starts_anew(tmp_path: Path) -> None:
+def test_a_registered_device_that_restarts_loses_its_work(tmp_path: Path) -> None:
     keys = generate_keys()
     with serving(tmp_path) as server, light_device(server) as link:
         other = server.push(link.node_id, 3)
@@ -406,7 +406,7 @@ def test_an_entry_that_was_not_written_wholly_is_not_there(tmp_path: Path, left:
     assert list(Journal(tmp_path).read(number)) == []
 
 
-def test_what_cannot_be_written_is_said_once(
+def test_an_unwritable_log_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(tmp_path)

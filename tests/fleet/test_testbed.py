@@ -1,4 +1,4 @@
-"""`raceme up`: real processes on this machine, which all end; killed, stopped and gone on with."""
+"""`raceme up`: real processes on this machine, which all end when killed or stopped."""
 
 import json
 import os

@@ -21,7 +21,7 @@ from raceme.flower.fleet_protocol import generate_keys
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["grpc", "http"])
-def test_two_seconds_on_the_way_are_no_reason_to_give_up(tmp_path: Path, transport: str) -> None:
+def test_a_delay_of_two_seconds_is_tolerated(tmp_path: Path, transport: str) -> None:
     make_certificates(tmp_path / "certs", ["127.0.0.1"], [])
     made = read_certificates(tmp_path / "certs")
     with serving(tmp_path, certificates=made) as server:

@@ -1,4 +1,4 @@
-"""Replies that have not arrived wholly, on Flower's own link state and object store."""
+"""Incomplete replies, on Flower's own link state and object store."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_complete_reply_does_not_wait_for_an_incomplete_one(link: Link) -> Non
     assert list(link.grid.pull_messages([slow, silent])) == []
 
 
-def test_the_rest_of_a_reply_is_taken_when_it_has_come(link: Link) -> None:
+def test_the_missing_part_of_a_reply_is_fetched_when_it_has_arrived(link: Link) -> None:
     slow = link.ask(link.nodes[0])
     kept = len(link.state.object_store)
     left = link.answer(slow, link.nodes[0], parts=3)
@@ -165,7 +165,7 @@ def test_the_rest_of_a_reply_is_taken_when_it_has_come(link: Link) -> None:
     assert list(link.grid.pull_messages([])) == []
 
 
-def test_what_has_arrived_is_not_fetched_again(link: Link) -> None:
+def test_received_parts_are_not_fetched_again(link: Link) -> None:
     slow = link.ask(link.nodes[0])
     left = link.answer(slow, link.nodes[0], parts=4)
     for _ in range(20):
@@ -174,7 +174,7 @@ def test_what_has_arrived_is_not_fetched_again(link: Link) -> None:
     assert link.client.embedding <= 4 + (20 + 4) * min(8, len(left))
 
 
-def test_the_rest_of_a_reply_that_never_comes_is_an_error(link: Link) -> None:
+def test_a_reply_that_stays_incomplete_is_an_error(link: Link) -> None:
     slow, fast = map(link.ask, link.nodes[:2])
     left = link.answer(slow, link.nodes[0], parts=1)
     assert list(link.grid.pull_messages([slow, fast])) == []
@@ -187,12 +187,12 @@ def test_the_rest_of_a_reply_that_never_comes_is_an_error(link: Link) -> None:
     link.now[0] = 59.0 + 60.0
     (reply,) = link.grid.pull_messages([slow, fast])
     assert reply.has_error()
-    assert "has not come for 60 s" in reply.error.reason
+    assert "has not arrived within 60 s" in reply.error.reason
     assert reply.metadata.reply_to_message_id == slow
     assert reply.metadata.src_node_id == link.nodes[0]
 
 
-def test_the_rest_of_a_reply_that_the_superlink_has_dropped_is_an_error(link: Link) -> None:
+def test_a_reply_whose_missing_part_the_superlink_has_dropped_is_an_error(link: Link) -> None:
     slow = link.ask(link.nodes[0])
     link.answer(slow, link.nodes[0], parts=1)
     assert list(link.grid.pull_messages([slow])) == []
@@ -230,7 +230,7 @@ def test_a_reply_that_says_it_is_another_clients_is_an_error(link: Link) -> None
     announced.missing.clear()
     (reply,) = upload.pull_messages([mine])
     assert reply.has_error()
-    assert "another one than was announced" in reply.error.reason
+    assert "differs from its announcement" in reply.error.reason
     assert reply.metadata.src_node_id == link.nodes[0]
 
 

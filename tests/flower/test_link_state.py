@@ -19,7 +19,7 @@ from raceme.flower.messages import (
     set_message_id,
     without_content,
 )
-from raceme.flower.objects import UPLOAD_SECONDS, Uploads
+from raceme.flower.objects import UPLOAD_SECONDS, UploadSessions
 
 
 @dataclass
@@ -46,7 +46,7 @@ def state() -> LinkState:
 @pytest.fixture
 def clock(state: LinkState) -> Clock:
     clock = Clock()
-    state._uploads = Uploads(clock)
+    state._uploads = UploadSessions(clock)
     return clock
 
 
@@ -120,9 +120,7 @@ def test_an_observer_hears_of_messages_replies_and_nodes(state: LinkState) -> No
     assert heard[2:] == ["news"]
 
 
-def test_a_reply_of_which_the_rest_does_not_come_is_given_up(
-    state: LinkState, clock: Clock
-) -> None:
+def test_a_reply_that_stays_incomplete_is_given_up(state: LinkState, clock: Clock) -> None:
     message = asked(state, supernode(state))
     reply = reply_to(message)
     session, missing = state.announce(reply.head, reply.tree)
@@ -141,9 +139,7 @@ def test_a_reply_of_which_the_rest_does_not_come_is_given_up(
     assert not taken.has_error()
 
 
-def test_whoever_asks_for_an_overdue_object_is_told_that_it_will_not_come(
-    state: LinkState, clock: Clock
-) -> None:
+def test_an_overdue_object_is_unknown(state: LinkState, clock: Clock) -> None:
     reply = reply_to(asked(state, supernode(state)))
     _, missing = state.announce(reply.head, reply.tree)
     assert state.get_object(missing[0]) == b""
@@ -287,7 +283,7 @@ def test_a_node_is_online_as_long_as_its_heartbeats_promise(
     assert state.node_of(b"key") is None
 
 
-def test_what_a_node_was_given_is_lost_when_it_begins_anew(state: LinkState) -> None:
+def test_a_node_that_registers_again_loses_its_work(state: LinkState) -> None:
     node = supernode(state)
     message = asked(state, node)
     state.deactivate(node)
@@ -333,7 +329,7 @@ def test_messages_are_refused_that_state_too_little(state: LinkState) -> None:
     assert len(state.objects) == 0
 
 
-def test_a_jump_is_told_once_and_small_corrections_are_none(
+def test_a_jump_of_the_clock_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wall, steady = 1000.0, 5.0

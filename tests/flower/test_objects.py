@@ -19,7 +19,7 @@ from raceme.flower.messages import identify_process
 from raceme.flower.objects import (
     UPLOAD_SECONDS,
     ObjectStore,
-    Uploads,
+    UploadSessions,
     check_object,
     check_tree,
     ids_of,
@@ -109,7 +109,7 @@ def test_thirty_doublings_stay_thirty_objects() -> None:
     assert len(store) == 31
 
 
-def test_what_is_to_come_differs_from_what_is_not_known() -> None:
+def test_expected_objects_differ_from_unknown_ones() -> None:
     store = ObjectStore()
     store.announce(tree("m", tree("a")))
     assert (store.get("a"), store.get("x")) == (b"", None)
@@ -139,7 +139,7 @@ CHILD = hashlib.sha256(b"").hexdigest()
         (b"\xff  4\0body", "decode"),
     ],
 )
-def test_what_is_no_object_is_refused(content: bytes, reason: str) -> None:
+def test_an_invalid_object_is_refused(content: bytes, reason: str) -> None:
     check_object(f"ArrayRecord {CHILD},{CHILD} 4\0body".encode())
     with pytest.raises(ValueError, match=reason):
         check_object(content)
@@ -147,38 +147,38 @@ def test_what_is_no_object_is_refused(content: bytes, reason: str) -> None:
 
 def test_a_session_ends_with_its_last_object_or_long_after_the_one_before() -> None:
     now = 0.0
-    uploads = Uploads(lambda: now)
+    uploads = UploadSessions(lambda: now)
     session = uploads.begin("reply", ["a", "b", "c"])
-    assert uploads.expects(session, "a") == "reply"
-    assert uploads.expects(session, "x") is None
-    assert uploads.expects("other", "a") is None
+    assert uploads.expecting_reply(session, "a") == "reply"
+    assert uploads.expecting_reply(session, "x") is None
+    assert uploads.expecting_reply("other", "a") is None
     # An older SuperNode states no session.
-    assert uploads.expects("", "b") == "reply"
-    assert uploads.expects("", "x") is None
+    assert uploads.expecting_reply("", "b") == "reply"
+    assert uploads.expecting_reply("", "x") is None
     now = UPLOAD_SECONDS - 1
     assert not uploads.is_over("reply")
-    uploads.took("reply", "a")
-    assert uploads.expects(session, "a") is None
+    uploads.record_push("reply", "a")
+    assert uploads.expecting_reply(session, "a") is None
     now += UPLOAD_SECONDS - 1
     assert uploads.overdue("b") == []
     now += 1
     assert uploads.is_over("reply")
     assert uploads.overdue("b") == ["reply"]
     assert uploads.overdue("a") == []
-    uploads.took("reply", "b")
-    uploads.took("reply", "c")
+    uploads.record_push("reply", "b")
+    uploads.record_push("reply", "c")
     assert len(uploads) == 0
     assert not uploads.is_over("reply")
 
 
 def test_a_reply_that_is_announced_again_has_a_new_session() -> None:
-    uploads = Uploads()
+    uploads = UploadSessions()
     first = uploads.begin("reply", ["a"])
     second = uploads.begin("reply", ["a"])
-    assert uploads.expects(first, "a") is None
-    assert uploads.expects(second, "a") == "reply"
+    assert uploads.expecting_reply(first, "a") is None
+    assert uploads.expecting_reply(second, "a") == "reply"
     uploads.end("reply")
-    assert uploads.expects(second, "a") is None
+    assert uploads.expecting_reply(second, "a") is None
     # Nothing is to come: there is no session to be kept.
     uploads.begin("reply", [])
     assert len(uploads) == 0

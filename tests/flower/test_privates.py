@@ -1,4 +1,4 @@
-"""What is private in Flower is used in one module only, and is still as that module expects."""
+"""Flower's private names are used in one module only, and still work as it expects."""
 
 import ast
 import re

@@ -93,7 +93,7 @@ def test_nobody_is_waited_for_while_all_are_at_work(tmp_path: Path) -> None:
     assert held_up(fleet) == {"a": 0.5, "b": 0, "c": 0.5}
 
 
-def test_who_is_given_up_was_waited_for(tmp_path: Path) -> None:
+def test_a_client_that_was_given_up_was_waited_for(tmp_path: Path) -> None:
     fleet = fleet_of(
         tmp_path,
         20.0,
@@ -109,7 +109,7 @@ def test_who_is_given_up_was_waited_for(tmp_path: Path) -> None:
     assert [account.failures for account in fleet.accounts()] == [0, 1, 0]
 
 
-def test_who_is_offline_does_not_wait(tmp_path: Path) -> None:
+def test_an_offline_client_does_not_wait(tmp_path: Path) -> None:
     fleet = fleet_of(
         tmp_path,
         10.0,
@@ -136,7 +136,7 @@ def test_work_that_is_cut_off_counts_until_the_end(tmp_path: Path) -> None:
     assert fleet.accounts()[0].idle == 0
 
 
-def test_nothing_has_happened(tmp_path: Path) -> None:
+def test_a_run_without_events_has_no_waiting(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, 0.0)
     assert fleet.without_waiting() == 0
     assert [account.idle for account in fleet.accounts()] == [0, 0, 0]

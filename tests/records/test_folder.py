@@ -54,7 +54,7 @@ def test_an_empty_folder_will_do(tmp_path: Path) -> None:
     assert not foreign(tmp_path)
 
 
-def test_who_comes_second_writes_nothing(tmp_path: Path) -> None:
+def test_a_second_process_writes_nothing(tmp_path: Path) -> None:
     """Both have found the folder empty, and one of them has its lock."""
     with only_writer(tmp_path), pytest.raises(UserError, match="Another process is still writing"):
         simulate(config(tmp_path, seed=5))
@@ -92,7 +92,7 @@ def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "cat.png", "checkpoint/notes.txt"])
-def test_what_no_run_has_left_is_found(name: str, tmp_path: Path) -> None:
+def test_folders_that_no_run_has_written_are_recognised(name: str, tmp_path: Path) -> None:
     left = ["run.sqlite", "run.sqlite-journal", "accuracy.png", ".summary.json.partial"]
     for own in (*left, "checkpoint/00000001.safetensors", "clusters/.0.safetensors.partial"):
         (tmp_path / own).parent.mkdir(exist_ok=True)

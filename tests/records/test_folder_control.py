@@ -16,7 +16,7 @@ import pytest
 from raceme.cli.fleet import devices, show, status, versions
 from raceme.core.errors import UserError
 from raceme.records import control as module
-from raceme.records.control import ControlSocket, command, served_here, the_served_run
+from raceme.records.control import ControlSocket, command, only_served_run, served_here
 from raceme.records.folder import CONTROL, only_writer
 
 THREADS: list[str] = []
@@ -74,12 +74,12 @@ def test_a_command_is_carried_out_in_the_thread_of_the_run(run: Path) -> None:
     ("name", "arguments", "said"),
     [
         ("add", {"first": 1, "second": 0}, "Nothing to add"),
-        ("add", {"fist": 1}, "understands the command otherwise"),
+        ("add", {"fist": 1}, "has another form of this command"),
         ("rol", {}, "has no command 'rol'"),
         ("fail", {}, r"failed in the server: RuntimeError: a bug\\x1b"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_the_run_goes_on(
+def test_a_mistake_is_one_line_and_the_run_goes_on(
     run: Path, name: str, arguments: dict[str, object], said: str
 ) -> None:
     with at_work(run, add=add, fail=fail):
@@ -121,7 +121,7 @@ def spoken(run: Path, line: bytes) -> Any:
         b'{"protocol": 9, "command": "add", "arguments": {"first": 1}}\n',
     ],
 )
-def test_any_line_is_answered(run: Path, line: bytes) -> None:
+def test_every_line_gets_an_answer(run: Path, line: bytes) -> None:
     with at_work(run, add=add):
         try:
             assert "error" in spoken(run, line)
@@ -143,7 +143,7 @@ def test_a_server_of_another_version_is_named(run: Path, monkeypatch: pytest.Mon
             command(run, "status")
 
 
-def test_no_server_and_no_run_are_told_apart(run: Path) -> None:
+def test_no_server_and_no_run_are_distinguished(run: Path) -> None:
     with pytest.raises(UserError, match="No server runs in"):
         command(run, "status")
     with only_writer(run), pytest.raises(UserError, match="takes no commands"):
@@ -202,15 +202,15 @@ def test_the_run_that_is_served_here_is_found(
 ) -> None:
     monkeypatch.setenv("RACEME_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="No running server of this user"):
-        the_served_run()
+        only_served_run()
     with served_here(tmp_path / "run"):
         servers = tmp_path / "cache" / "servers"
         # A process that was killed leaves its note; ids are at most 2²².
         (servers / "9999999").write_text("/gone")
-        assert the_served_run() == tmp_path / "run"
+        assert only_served_run() == tmp_path / "run"
         (servers / str(os.getppid())).write_text("/another")
         with pytest.raises(UserError, match=f"name one: /another, {tmp_path}/run"):
-            the_served_run()
+            only_served_run()
         (servers / str(os.getppid())).unlink()
     with pytest.raises(UserError, match="No running server of this user"):
-        the_served_run()
+        only_served_run()

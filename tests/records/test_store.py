@@ -395,7 +395,7 @@ def test_the_contents_do_not_depend_on_when_they_were_written(tmp_path: Path) ->
     assert dump(store.path) == dump(write(tmp_path / "once", ONE_OF_EACH))
 
 
-def test_what_was_done_is_there_after_an_exception(tmp_path: Path) -> None:
+def test_events_are_stored_after_an_exception(tmp_path: Path) -> None:
     done = ONE_OF_EACH[:5]
 
     def fail() -> None:
@@ -410,7 +410,7 @@ def test_what_was_done_is_there_after_an_exception(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_was_done_is_there_after_an_interruption(
+def test_events_are_stored_after_an_interruption(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
     with pytest.raises(error), RunStore(tmp_path) as store:  # noqa: PT012

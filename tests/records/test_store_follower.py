@@ -36,7 +36,7 @@ def all_new(follower: StoreFollower) -> list[Event]:
             return events
 
 
-def test_what_comes_is_read_once_and_in_order(tmp_path: Path) -> None:
+def test_new_events_are_read_once_and_in_order(tmp_path: Path) -> None:
     follower = StoreFollower(tmp_path)
     assert follower.read().events == []
     with RunStore(tmp_path) as store:
@@ -138,7 +138,7 @@ def test_a_transaction_in_the_middle_of_reading_is_noticed(
     store.close()
 
 
-def test_what_a_killed_run_left_half_written_is_undone(
+def test_a_partial_transaction_of_a_killed_run_is_undone(
     tmp_path: Path, transaction: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = tmp_path / "killed"
@@ -149,7 +149,7 @@ def test_what_a_killed_run_left_half_written_is_undone(
     assert all_new(StoreFollower(killed)) == [update(1)]
 
 
-def test_a_lock_that_stays_is_said(
+def test_a_lock_that_stays_is_reported(
     tmp_path: Path, transaction: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "_HOT_SECONDS", -1.0)

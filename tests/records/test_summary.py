@@ -295,7 +295,7 @@ def test_an_empty_run_has_no_accuracy() -> None:
     assert [result[key] for key in zero] == [0] * len(zero)
 
 
-def test_the_numbers_are_right_at_every_moment() -> None:
+def test_the_summary_is_correct_after_every_event() -> None:
     run = RunSummary()
     seen = []
     for event in RUN:

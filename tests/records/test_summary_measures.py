@@ -49,7 +49,7 @@ class Measuring(FedAsync):
     ("schema", "value"),
     [(GAP, "far"), (GAP, np.ones(2)), (LOAD, {0: np.ones(2)}), (LOAD, {0: {}})],
 )
-def test_what_is_no_number_is_refused(schema: MeasureSchema, value: object) -> None:
+def test_a_value_that_is_no_number_is_refused(schema: MeasureSchema, value: object) -> None:
     values = {"client": "a"} if schema is GAP else {}
     with pytest.raises(UserError, match=f"The measure {schema.name} must have a number as "):
         Measured(0.0, 1, schema, {**values, schema.value: value})
@@ -57,7 +57,7 @@ def test_what_is_no_number_is_refused(schema: MeasureSchema, value: object) -> N
     Measured(0.0, 1, GAP, {"client": "a", "gap": np.array(1.0)})
 
 
-def test_what_is_not_known_is_left_out_of_the_numbers() -> None:
+def test_unknown_values_are_left_out() -> None:
     assert Measured(0.0, 1, GAP, {"client": "a", "gap": None}).numbers() == {}
     assert Measured(0.0, 1, LOAD, {"load": {0: None, 1: 2}}).numbers() == {1: 2.0}
 
@@ -139,7 +139,7 @@ def test_a_comparison_has_a_column_of_single_numbers(seen: list[Event], tmp_path
     assert "measure_load" not in rows[0]
 
 
-def test_what_is_not_finite_comes_back(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_come_back(tmp_path: Path) -> None:
     values = (math.inf, -math.inf, math.nan)
     events: list[Event] = [Measured(1.0, 1, GAP, {"client": "a", "gap": value}) for value in values]
     found = [e.value for e in read_events(stored(tmp_path, events)) if isinstance(e, Measured)]

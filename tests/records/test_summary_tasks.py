@@ -74,7 +74,7 @@ def test_forgetting_counts_from_the_best_and_backward_transfer_from_the_first() 
     assert result["forward_transfer"] is None
 
 
-def test_who_did_not_test_is_left_out_of_the_means() -> None:
+def test_clients_that_did_not_test_are_left_out_of_the_means() -> None:
     # b has no data of step 0 any more, and nobody was tested after step 1.
     run = [
         reported(0, 1, a={0: 0.5}, b={0: 1.0}),
@@ -88,7 +88,7 @@ def test_who_did_not_test_is_left_out_of_the_means() -> None:
     assert result["clusters_after_steps"] == [1, None, 1]
 
 
-def test_what_is_told_again_replaces_what_was_told_before() -> None:
+def test_a_repeated_result_replaces_the_earlier_one() -> None:
     # A run that ended in step 1 and was made longer; c was not there the first time.
     run = [*RUN[:2], reported(1, 25, 2, a={0: 0.1, 1: 0.2}, c={0: 0.3, 1: 0.4})]
     tasks = TaskAccuracies(run)
@@ -96,7 +96,7 @@ def test_what_is_told_again_replaces_what_was_told_before() -> None:
     assert tasks.clusters == [1, 2]
 
 
-def test_of_errors_less_is_better() -> None:
+def test_smaller_errors_are_better_in_the_tasks_summary() -> None:
     run = [
         reported(0, 1, measure=Measure("m"), untrained=8.0, a={0: 2.0, 1: 6.0}),
         reported(1, 2, measure=Measure("m"), a={0: 3.0, 1: 1.0}),

@@ -60,7 +60,7 @@ def test_an_update_is_counted_in_the_phase_that_its_work_names() -> None:
         assert found == [("warm-up", down, size)] * 2
 
 
-def test_what_feddrift_asks_is_counted_and_what_it_trains_as_before(tmp_path: Path) -> None:
+def test_feddrifts_queries_and_trainings_are_counted_by_phase(tmp_path: Path) -> None:
     base = RunConfig.from_mapping(
         {"strategy": "feddrift-eager", "clients": 4, "drift": "concepts", "partition": "iid"}
     )

@@ -77,7 +77,7 @@ def test_a_session_ends_when_all_who_are_online_have_uploaded() -> None:
     assert rows.accuracy_before == pytest.approx((0.3 + 0.6 + 0.5) / 3)
 
 
-def test_what_a_client_got_belongs_to_its_upload_before() -> None:
+def test_a_clients_scores_belong_to_its_previous_upload() -> None:
     rows = of(
         *joined("a", "b"),
         *(upload(1, "a", 0.1), upload(2, "b", 0.2)),
@@ -93,13 +93,13 @@ def test_what_a_client_got_belongs_to_its_upload_before() -> None:
     assert rows.accuracy_after == pytest.approx(0.6)
 
 
-def test_what_was_got_for_an_upload_that_says_nothing_is_given_to_no_other() -> None:
+def test_scores_for_an_unscored_upload_are_given_to_no_other() -> None:
     rows = of(*joined("a"), upload(1, "a", 0.1), upload(2, "a"), upload(3, "a", 0.3, after=0.5))
     assert [row.after for row in rows.rows] == [None, None]
     assert rows.accuracy_after == 0.5
 
 
-def test_an_estimate_is_what_the_changes_after_an_update_say() -> None:
+def test_an_estimated_mixture_follows_from_the_changes_after_an_update() -> None:
     true = (0.5, 0.5)
     rows = of(
         *joined("a", "b"),
@@ -122,7 +122,7 @@ def test_an_estimate_is_what_the_changes_after_an_update_say() -> None:
     ] * 4
 
 
-def test_an_estimate_is_not_what_a_later_update_makes_of_it() -> None:
+def test_later_updates_do_not_change_an_estimated_mixture() -> None:
     first, later = {0: 0.25, 1: 0.75}, {0: 0.5, 1: 0.5}
     rows = of(
         *joined("a", "b"),

@@ -60,13 +60,13 @@ def versions_of(*scores: float, stage: Stage = Stage.FORMER) -> list[Version]:
         ((), False, []),
     ],
 )
-def test_the_last_ones_and_the_best_are_kept(
+def test_the_last_versions_and_the_best_are_kept(
     scores: tuple[float, ...], of_errors: bool, numbers: list[int]
 ) -> None:
     assert [version.number for version in kept(versions_of(*scores), 2, of_errors)] == numbers
 
 
-def test_the_one_in_use_and_a_new_one_are_kept() -> None:
+def test_the_version_in_use_and_a_new_one_are_kept() -> None:
     versions = [*versions_of(0.1, stage=Stage.IN_USE), *versions_of(0.2, 0.3, 0.4, 0.5)[1:]]
     assert [version.number for version in kept(versions, 1)] == [1, 4]
     assert [version.number for version in kept(versions_of(0.1, 0.2, stage=Stage.TRIAL), 1)] == [
@@ -138,7 +138,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     assert store.add(0, 2, MODEL, {}).number == 2
 
 
-def test_a_damaged_table_is_said_with_its_remedy(tmp_path: Path) -> None:
+def test_a_damaged_table_is_reported_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / VERSIONS).mkdir()
     (tmp_path / VERSIONS / "versions.json").write_text(json.dumps({"versions": 3}))
     with pytest.raises(UserError, match=r"cannot be read .*: remove .*versions, and"):

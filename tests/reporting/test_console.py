@@ -127,7 +127,7 @@ def test_the_most_frequent_reason_of_rejections_is_in_the_summary() -> None:
     assert rows["updates"] == "7 (4 rejected, 2 of them: late; see run.log)"
 
 
-def test_an_update_that_changes_no_model_says_so() -> None:
+def test_an_update_that_changes_no_model_reports_it() -> None:
     line = shown([replace(UPDATE, weight=0.0)], each_update=True)
     assert "weight 0 (no model changes)  loss" in line
     assert "no model" not in shown([UPDATE], each_update=True)
@@ -195,7 +195,7 @@ def test_a_line_that_is_printed_anyway_counts() -> None:
     assert [line.split(" updates")[0] for line in lines] == ["evaluated at 7"]
 
 
-def test_of_a_resumed_run_only_what_it_did_itself_says_how_long_the_rest_takes() -> None:
+def test_the_remaining_time_of_a_resumed_run_ignores_its_earlier_part() -> None:
     # Ten updates in 10 s from the 60th on: 30 are left.
     text = console_after(*((float(second), applied(60 + second)) for second in range(1, 11)))
     assert text.splitlines() == ["70 of 100 updates: t = 70.0 s · 0 clusters · 1/s · 30 s left"]
@@ -299,7 +299,7 @@ def test_changes_of_clusters_have_their_lines(event: ClustersChanged, line: str)
     assert shown([event]) == f"{line}\n"
 
 
-def test_moves_and_what_a_run_begins_with_are_not_told() -> None:
+def test_moves_and_initial_assignments_are_not_printed() -> None:
     first = ClustersChanged(0.0, 0, ClusterChange.FOUND, {"a": {0: 1.0}}, made=(0,))
     assign = change(ClusterChange.ASSIGN, (), ())
     assert shown([first, assign, change(ClusterChange.MOVE, (), ())], each_update=True) == ""
@@ -326,7 +326,7 @@ def test_data_of_single_clients_are_told_among_updates_only() -> None:
     assert shown([one], each_update=True) == "data of pi-3: step 2 at update 7\n"
 
 
-def test_lines_of_events() -> None:
+def test_events_have_lines() -> None:
     assert data_line(DataChanged(1.0, 7, "a", 2)) == "data of a: step 2 at update 7"
     assert update_line(UPDATE) == (
         "update    7  pi-3  cluster 2  staleness 3  weight 0.125  loss 1.500  took 2.2 s"
@@ -347,7 +347,7 @@ def summary_of(
     )
 
 
-def test_the_summary_of_a_run() -> None:
+def test_the_summary_of_a_run_is_printed() -> None:
     text = printed(summary_of(RUN, wall_time=2.0, target=0.6), Path("/elsewhere/run"))
     assert not controls(text)
     title, *rows = [line.strip() for line in text.strip().splitlines()[:10]]
@@ -366,7 +366,7 @@ def test_the_summary_of_a_run() -> None:
     assert text.splitlines()[-1] == "Results, plots and models: /elsewhere/run"
 
 
-def test_what_is_not_known_is_a_dash() -> None:
+def test_unknown_values_are_a_dash() -> None:
     text = printed(summary_of([], wall_time=0.0), Path("/elsewhere/run"))
     assert "None" not in text.split("\n", 2)[2]
     assert "- (best -), mean over clients" in text
@@ -375,7 +375,7 @@ def test_what_is_not_known_is_a_dash() -> None:
     assert "0.0 s (0 updates/s)" in text
 
 
-def test_the_accuracy_by_test_examples_is_told_where_it_is_another() -> None:
+def test_the_accuracy_by_test_examples_is_printed_if_it_differs() -> None:
     def row(weighted: float | None) -> str:
         summary = summary_of(RUN, wall_time=2.0)
         summary |= {"weighted_accuracy": weighted, "best_weighted_accuracy": weighted}
@@ -388,7 +388,7 @@ def test_the_accuracy_by_test_examples_is_told_where_it_is_another() -> None:
 
 
 @pytest.mark.parametrize(("moves", "shown"), [(0, []), (1, ["once"]), (7, ["7 times"])])
-def test_moves_are_told_if_there_are_any(moves: int, shown: list[str]) -> None:
+def test_moves_are_printed_if_there_are_any(moves: int, shown: list[str]) -> None:
     text = printed(summary_of(RUN, wall_time=2.0) | {"moves": moves}, Path("/elsewhere/run"))
     assert re.findall(r"clients moved +(.*), without splits", text) == shown
 
@@ -420,7 +420,7 @@ def test_traffic_has_units_that_suit(count: int, expected: str) -> None:
     assert f"{expected} up," in printed(summary, Path("/elsewhere"))
 
 
-def test_what_results_lack_is_said() -> None:
+def test_missing_results_are_reported() -> None:
     text = printed(summary_of(RUN, wall_time=4.2), Path("out"), ["run.sqlite", "checkpoint"])
     assert "Results without run.sqlite, checkpoint: out" in text
     assert "plots and models" not in text

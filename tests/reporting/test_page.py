@@ -188,7 +188,7 @@ def test_two_pages_of_one_folder_are_the_same(run_folder: Path, tmp_path: Path) 
     assert all((tmp_path / link).exists() for link in links if link[0] not in "#d")
 
 
-def test_what_clients_call_themselves_is_text_and_nothing_else(copy: Path) -> None:
+def test_names_of_clients_are_escaped(copy: Path) -> None:
     with sqlite3.connect(copy / "run.sqlite") as connection:
         renamed = "UPDATE events SET body = replace(body, '\"client-0\"', ?) WHERE kind = ?"
         for kind in ("ClientJoined", "UpdateApplied", "Evaluated", "ClustersChanged"):
@@ -243,7 +243,7 @@ def test_damage_is_said_and_other_folders_have_their_pages(
         (lambda folder: (folder / "report.html").mkdir(), "is a folder"),
     ],
 )
-def test_what_cannot_be_reported_is_said(
+def test_a_folder_that_cannot_be_reported_is_an_error(
     copy: Path, spoil: Callable[[Path], object], message: str
 ) -> None:
     spoil(copy)

@@ -1,4 +1,4 @@
-"""Every figure of every kind of run can be drawn, without a warning, and shows what there is."""
+"""Every figure of every kind of run can be drawn without a warning."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_comparison_draws_mean_and_deviation_of_its_seeds() -> None:
     assert alone.get_legend().get_title().get_text() == "one seed"
 
 
-def test_a_comparison_of_nothing_says_so(tmp_path: Path) -> None:
+def test_a_comparison_of_nothing_reports_it(tmp_path: Path) -> None:
     figure = comparison_figure({}, target=0.5)
     assert "no runs" in texts(figure)
     saved(figure, tmp_path / "figure.png")
@@ -291,7 +291,7 @@ def test_changes_of_one_kind_that_are_too_many_are_counted() -> None:
     assert not figure.axes[0].get_lines()
 
 
-def test_what_a_run_begins_with_is_not_marked() -> None:
+def test_initial_assignments_are_not_marked() -> None:
     found = [changed(ClusterChange.FOUND, 0.0, {f"c{k}": k}, made=(k,)) for k in range(4)]
     assert not clusters_figure(RunRecord.of([*found, RunEnded(1.0, 0, "so")])).legends
 

@@ -1,4 +1,4 @@
-"""How long clients wait in windows: the distribution by hand, and what is drawn of it."""
+"""Waiting times of clients in windows: the distribution by hand, and its plot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_how_often_a_client_waits_longer_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("share", "above"), [(0.0, [0.0, 0.0]), (1.0, [1.0, 0.0, 0.0])])
-def test_those_that_never_wait_and_those_that_always_do(share: float, above: list[float]) -> None:
+def test_clients_that_never_or_always_wait_have_a_curve(share: float, above: list[float]) -> None:
     assert longer_than(np.full(3, share))[1].tolist() == above
 
 

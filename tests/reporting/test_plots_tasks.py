@@ -98,7 +98,7 @@ def test_many_tasks_have_no_numbers_in_their_cells() -> None:
     assert len(tasks_figure(RunRecord.of(run)).axes[0].texts) == 0
 
 
-def test_a_run_without_tests_says_so() -> None:
+def test_a_run_without_tests_reports_it() -> None:
     (axes,) = tasks_figure(RunRecord.of([RunEnded(1.0, 0, "so")])).axes
     assert axes.texts[-1].get_text() == "no tests on former tasks"
 

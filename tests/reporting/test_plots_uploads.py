@@ -1,4 +1,4 @@
-"""What is drawn of scored uploads and of mixtures."""
+"""Plots of scored uploads and of mixtures."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_distributions_without_a_cluster_are_not_drawn_but_said(
     assert f"mixtures.png is left out: {why}" in caplog.messages
 
 
-def test_a_run_without_them_has_no_pictures_and_says_so(tmp_path: Path) -> None:
+def test_a_run_without_them_has_no_pictures_and_reports_it(tmp_path: Path) -> None:
     plain = [ClientJoined(0.0, "a", 0, 10, None), RunEnded(1.0, 0, "so")]
     for figure in (uploads_figure, mixtures_figure):
         (axes,) = figure(RunRecord.of(plain)).axes

@@ -1,4 +1,4 @@
-"""The server: who may look, what is served, and the run as a stream of events."""
+"""The dashboard's server: access, files, and the run as a stream of events."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_a_guess_is_compared_with_every_token_in_constant_time(
 
     monkeypatch.setattr("raceme.flower.ports.secrets.compare_digest", compared)
     access = Access("0.0.0.0", TOKEN)
-    assert access.knows([TOKEN, "a"])
-    assert not access.knows(["a", ""])
+    assert access.has_token([TOKEN, "a"])
+    assert not access.has_token(["a", ""])
     # Also after one that is right, and of one length, whatever the guess.
     assert lengths == [(32, 32)] * 4
-    assert not Access("0.0.0.0").knows([""])
+    assert not Access("0.0.0.0").has_token([""])
 
 
 def client(
@@ -84,7 +84,9 @@ def test_every_answer_is_strict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["evil.example", "localhost.evil.example", "10.0.0.7", "[fe80::1]"]
 )
-def test_a_name_that_was_pointed_here_is_refused(tmp_path: Path, name: str) -> None:
+def test_another_host_name_that_points_to_this_machine_is_refused(
+    tmp_path: Path, name: str
+) -> None:
     assert client(tmp_path, name=name).get("/").status_code == 400
 
 
@@ -245,7 +247,7 @@ def test_a_browser_that_does_not_read_holds_nobody_up(address: str, tmp_path: Pa
     other.close()
 
 
-def test_damage_is_told_and_mended(address: str, tmp_path: Path) -> None:
+def test_a_damaged_store_is_reported_until_it_is_repaired(address: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.sqlite").write_bytes(b"no database" * 99)
@@ -287,7 +289,7 @@ def test_a_page_of_several_runs_writes_notes_and_deletes(runs: Path) -> None:
     assert sorted(path.name for path in runs.iterdir()) == ["cmp", "two"]
 
 
-def test_what_is_not_deleted_is_said(runs: Path) -> None:
+def test_a_failed_deletion_is_reported(runs: Path) -> None:
     browser = editor(runs)
     (runs / "two" / "analysis.ipynb").write_text("{}")
     for name, status, said in (

@@ -1,4 +1,4 @@
-"""Comparisons as the page is told of them: one, or a suite of several cases."""
+"""Data of comparisons for the dashboard: one case, or a suite of several."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_regression_names_its_error(tmp_path: Path) -> None:
     assert run["measure"] == {"label": "MAE (°C)", "title": "Mean absolute error", "isError": True}
 
 
-def test_a_suite_of_cases_tells_whose_each_run_is(tmp_path: Path) -> None:
+def test_each_run_of_a_suite_names_its_case(tmp_path: Path) -> None:
     source = ComparisonSource(tmp_path)
     begun(tmp_path / "digits" / "casa" / "seed-0", 0.25)
     assert news_of(source)["digits/casa/seed-0"]["case"] == "digits"
@@ -75,7 +75,7 @@ def test_a_suite_of_cases_tells_whose_each_run_is(tmp_path: Path) -> None:
         assert watched.source(name) is None
 
 
-def test_what_is_no_comparison_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_comparison_is_refused(tmp_path: Path) -> None:
     (tmp_path / "har" / "casa" / "seed-0").mkdir(parents=True)
     with pytest.raises(UserError, match="holds no run"):
         check_watchable(tmp_path)

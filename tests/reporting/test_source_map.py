@@ -1,4 +1,4 @@
-"""What the page is told of the map: snapshots as they come, fewer of many, or the last word."""
+"""Data of the map for the dashboard: all snapshots, a selection, or the last one."""
 
 from __future__ import annotations
 

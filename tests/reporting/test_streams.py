@@ -1,4 +1,4 @@
-"""Clusters as streams: nothing is lost on the way, and little crosses."""
+"""Clusters as streams: every client is drawn, and few streams cross."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_split_parts_a_stream_without_crossings() -> None:
     assert extent([begin, split]) == pytest.approx((-1.7, 1.7))
 
 
-def test_what_can_stay_stays_and_the_rest_goes_over() -> None:
+def test_streams_stay_in_place_if_possible() -> None:
     moves = [Placement(0.0, "a", {1: 0.7, 2: 0.3}), Placement(1.0, "a", {1: 0.4, 2: 0.6})]
     *_, last = layout(moves, 0.1)
     sizes = {(flow.source, flow.target): flow.size for flow in last.flows}
@@ -61,7 +61,7 @@ _CLUSTER = st.sampled_from([1, 2, 3])
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(moves=st.lists(st.tuples(st.sampled_from("abcd"), _CLUSTER, _CLUSTER), max_size=12))
-def test_what_leaves_and_comes_is_as_high_as_the_streams(
+def test_flows_are_as_high_as_their_streams(
     moves: list[tuple[str, int, int]],
 ) -> None:
     start = placed(0.0, a=1, b=1, c=2, d=3)

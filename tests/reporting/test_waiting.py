@@ -1,4 +1,4 @@
-"""What plots and the page of a simulated app show."""
+"""Plots and the page of a simulated app."""
 
 import math
 from collections.abc import Sequence

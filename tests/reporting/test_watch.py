@@ -1,4 +1,4 @@
-"""`raceme watch` and `--watch`, as typed: addresses, what is shown, the end, and bad input."""
+"""`raceme watch` and `--watch`: addresses, pages, the end of a run, and bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of all that a checkpoint consists of; run as a script, writes them down anew."""
+"""The fields of a checkpoint's states; run as a script, it writes their snapshot."""
 
 from __future__ import annotations
 

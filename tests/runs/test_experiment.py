@@ -1,4 +1,4 @@
-"""A run from its configuration: warnings are events of it."""
+"""A run from its configuration: its warnings are events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_warning_is_an_event_and_told_with_the_results(tmp_path: Path) -> None
     assert ("warning", text) in summary_rows(outcome.summary)
 
 
-def test_a_warning_is_told_once_and_those_of_the_machine_are_not() -> None:
+def test_a_warning_is_reported_once_and_those_of_the_machine_are_not() -> None:
     with warnings_of_run() as outer, warnings_of_run() as inner:
         assert inner is outer
         for name in ("raceme", "raceme.run", "raceme.checkpoints"):

@@ -1,4 +1,4 @@
-"""The end of a terminal: a run ends in order, a device goes offline, `nohup` is heeded."""
+"""The end of a terminal: a run ends in order, a device goes offline, `nohup` is respected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_hang_up_takes_a_device_offline(command: Commands, tmp_path: Path) -> 
     assert log.read_text().splitlines()[-1].endswith("INFO offline")
 
 
-def test_who_ignores_hang_ups_goes_on() -> None:
+def test_a_process_that_ignores_hang_ups_goes_on() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""Trackers' own libraries find on disk what a run has told them."""
+"""Trackers' own libraries read a run's data from disk."""
 
 from __future__ import annotations
 

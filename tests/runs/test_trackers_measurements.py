@@ -1,4 +1,4 @@
-"""What trackers are told, by hand."""
+"""Measurements for trackers, by hand."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_an_evaluation_says_what_is_known_since_the_last() -> None:
     assert (later["staleness"], later["train_loss"], later["bytes_up"]) == (6.0, 4.0, 30.0)
 
 
-def test_of_errors_the_largest_are_the_worst() -> None:
+def test_the_largest_errors_are_the_worst() -> None:
     clients = {f"c{n}": (0, float(n), 1.0) for n in range(10)}
     event = Evaluated(1.0, 1, 4.5, 1.0, 1, clients, 10, measure=ERROR)
     assert Measurements(RunSummary()).of(event)[f"worst_tenth_{ERROR.name}"] == 9.0
 
 
-def test_what_is_not_finite_is_left_out() -> None:
+def test_values_that_are_not_finite_are_left_out() -> None:
     found = Measurements(RunSummary()).of(Evaluated(1.0, 1, math.nan, math.inf, 1))
     assert "accuracy" not in found
     assert "loss" not in found

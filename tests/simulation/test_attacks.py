@@ -1,4 +1,4 @@
-"""Attacks of simulated clients: who attacks, what they send, and that all others are as ever."""
+"""Attacks of simulated clients: attackers, their updates, and unchanged honest clients."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raceme.datasets.source import DataShape, Target
 from raceme.flower.messages import identify_process
 from raceme.runs import experiment
 from raceme.simulation import Device
+from raceme.simulation.attackers import app
 from raceme.simulation.attacks import (
     Backdoor,
     BoostOptions,
     SignFlip,
-    app,
     attack_of,
     attackers_of,
     evaluation_settings,
@@ -48,7 +48,7 @@ def test_attackers_come_evenly_from_the_groups() -> None:
     assert Counter(groups[client] for client in attackers_of(config)) == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
-def test_or_from_anywhere() -> None:
+def test_attackers_may_come_from_anywhere() -> None:
     drawn = [
         attackers_of(config_of(attack="scale", attackers_drawn="anywhere", seed=seed))
         for seed in range(6)
@@ -64,7 +64,7 @@ VICTIMS: dict[str, object] = {
 }
 
 
-def test_or_all_from_the_largest_group() -> None:
+def test_attackers_may_all_come_from_the_largest_group() -> None:
     config = config_of(**VICTIMS, attackers=0.3)
     groups = datasets.true_groups(config)
     assert [groups[client] for client in sorted(attackers_of(config))] == [0] * 6
@@ -111,7 +111,9 @@ def test_the_share_says_how_many_and_without_an_attack_there_are_none() -> None:
         ({"attack": "mimic", "attack_boost": 0.5}, [-0.5, 1.0]),
     ],
 )
-def test_what_becomes_of_an_update(keys: dict[str, object], expected: list[float]) -> None:
+def test_attacks_change_updates_as_described(
+    keys: dict[str, object], expected: list[float]
+) -> None:
     delta = np.array([1.0, -2.0], np.float32)
     sent = attack_of(config_of(**keys)).update(delta, np.random.default_rng(0))
     assert sent.tolist() == expected
@@ -133,7 +135,9 @@ RNG = np.random.default_rng(0)
         ({"attack": "collude"}, [0.0, 3.0]),
     ],
 )
-def test_what_informed_attackers_send(keys: dict[str, object], expected: list[float]) -> None:
+def test_informed_attackers_send_what_their_formulas_give(
+    keys: dict[str, object], expected: list[float]
+) -> None:
     sent = attack_of(config_of(**keys)).against(HONEST, PUSH, RNG)
     assert sent.tolist() == pytest.approx(expected, rel=1e-5)
 
@@ -345,7 +349,7 @@ def test_a_mimic_sends_what_its_victim_of_another_group_would_until_its_turn() -
         np.testing.assert_allclose(turned[number], -seen[number], atol=1e-6)
 
 
-def test_what_liars_state() -> None:
+def test_lying_attackers_state_false_numbers() -> None:
     answer = WorkResult(
         {"num-examples": 60, "train-loss": 0.5},
         numbers={
@@ -394,7 +398,7 @@ def test_liars_are_believed_up_to_what_is_plausible() -> None:
         assert fleet.clients[name].num_examples == (1000 * size if number in liars else size)
         # All have as many, but for one or two: ten times the median, and a little for the spread.
         most = 11 * size if number in liars else size
-        assert size <= fleet.counted(name) <= most
+        assert size <= fleet.plausible_examples(name) <= most
 
 
 def test_a_liar_states_another_model_than_it_has_trained() -> None:
@@ -547,7 +551,7 @@ def test_an_honest_client_tests_a_backdoor_with_the_model_and_data_it_has_now(
 @pytest.mark.parametrize(
     ("attack", "asked"), [("backdoor", {"backdoor-success": True}), ("scale", {}), ("none", {})]
 )
-def test_only_a_backdoor_is_asked_about(attack: str, asked: dict[str, bool]) -> None:
+def test_only_runs_with_a_backdoor_measure_its_success(attack: str, asked: dict[str, bool]) -> None:
     assert dict(evaluation_settings(config_of(attack=attack))) == asked
 
 

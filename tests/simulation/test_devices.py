@@ -535,7 +535,7 @@ def test_devices_keep_the_names_that_they_had(tmp_path: Path) -> None:
     assert {client.client for client in read_run(out).clients} == {"attic", "kitchen"}
 
 
-def test_a_device_is_there_when_it_was_there(tmp_path: Path) -> None:
+def test_a_recorded_device_is_online_when_it_was_online(tmp_path: Path) -> None:
     with RunStore(tmp_path) as store:
         for event in (
             events.ClientJoined(0.0, "client-0", 1, 10, None),

@@ -1,4 +1,4 @@
-"""Executors: the same results wherever the work is done, and whatever happens to the workers."""
+"""Executors give the same results, also if workers die."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION
 from raceme.runs import experiment
 from raceme.simulation import Executor, InProcess, Node, Pool, VirtualGrid, executor_for
 from raceme.simulation.devices import Device
-from raceme.simulation.executor import _held_back
+from raceme.simulation.executor import _blocked_signals
 from raceme.simulation.stacked import Stacked
 from raceme.training import models
 
@@ -207,7 +207,7 @@ def test_a_signal_that_comes_while_a_worker_is_started_is_not_lost() -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
-        with _held_back():
+        with _blocked_signals():
             # To this thread: another one of the tests' process would not hold it back.
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
             assert not told
@@ -272,7 +272,7 @@ def test_a_worker_that_cannot_start_is_the_users_to_know(target: str, reason: st
     pool.close()
 
 
-def test_too_little_shared_memory_is_said_with_the_amount() -> None:
+def test_too_little_shared_memory_is_reported_with_the_amount() -> None:
     pool = Pool("pool_apps:app", workers=1, slot_bytes=5 * 10**15)
     record = ArrayRecord({"w": Array(np.zeros(3))})
     with pytest.raises(UserError, match=r"10,000,000,000 MB of shared memory.*--workers 0"):
@@ -336,6 +336,6 @@ def test_an_impossible_number_of_workers_is_refused(workers: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said() -> None:
+def test_a_gpu_that_is_not_there_is_reported() -> None:
     with pytest.raises(UserError, match=r"--device cuda.*finds no CUDA GPU.*--device cpu"):
         executor_for(APP, device="cuda")

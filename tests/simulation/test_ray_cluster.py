@@ -1,4 +1,4 @@
-"""Ray tasks: the same results as in one process, and whatever happens to nodes and processes."""
+"""Ray tasks give the same results as one process, also if processes die."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_a_cancelled_message_has_no_result_and_disturbs_no_other(tasks) -> None:
     check_cancelling(tasks)
 
 
-def test_the_task_of_a_process_that_dies_is_done_again_and_that_is_said(
+def test_the_task_of_a_process_that_dies_is_done_again_and_that_is_reported(
     tasks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_repeating(tasks, tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "raceme.workers"]
-    assert "and repeats it elsewhere: The worker died unexpectedly" in line
+    assert "and repeats it on another node: The worker died unexpectedly" in line
 
 
 @pytest.mark.slow
@@ -90,20 +90,20 @@ def test_a_task_at_which_processes_die_again_and_again_is_named(tasks) -> None:
     tasks.cancel(message.metadata.message_id)
 
 
-def test_a_port_at_which_no_ray_listens_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_at_which_no_ray_listens_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raceme.simulation.ray_cluster._CONNECT_SECONDS", 0.5)
     said = r"no Ray cluster at ray://127\.0\.0\.1:1: .*within 0\.5 s"
     with pytest.raises(UserError, match=said):
         executor_for("pool_apps:app", "ray://127.0.0.1:1")
 
 
-def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raceme.simulation.ray_cluster.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"ray is not installed. Type: .*pip install"):
         executor_for("pool_apps:app", "ray")
 
 
-def test_a_cluster_without_a_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with pytest.raises(UserError, match=r"no GPUs\. Give --device cpu"):
         executor_for("pool_apps:app", "ray", device="cuda")

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes, on one machine: nodes that die, differ, or have no data."""
+"""A Ray cluster of several nodes on one machine: lost, different and empty nodes."""
 
 from __future__ import annotations
 

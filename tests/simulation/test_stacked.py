@@ -151,7 +151,7 @@ def test_the_networks_of_images_learn_stacked_what_they_learn_alone(
 
 
 @pytest.mark.parametrize("executor", [InProcess(client_app.app), Stacked()])
-def test_what_a_mask_leaves_out_stays_as_it_was_received(executor: Executor) -> None:
+def test_masked_weights_stay_as_received_in_a_stack(executor: Executor) -> None:
     config = ragged()
     messages, _ = training_messages(config, mask=0.5)
     start, mask = messages[0].content["arrays"], messages[0].content["mask"]
@@ -197,7 +197,7 @@ def test_stacking_keeps_to_its_memory_and_the_outcome_is_close_all_the_same() ->
     ids=str,
 )
 @pytest.mark.parametrize("network", ["mlp", "pool_apps:with_dropout"])
-def test_whatever_a_training_is_told_is_stacked(network: str, settings: dict[str, float]) -> None:
+def test_all_training_settings_are_stacked(network: str, settings: dict[str, float]) -> None:
     config, stacked = ragged(network), Stacked()
     found = []
     for executor in (InProcess(client_app.app), stacked):
@@ -362,7 +362,7 @@ def test_stacked_clients_have_the_data_of_the_step_that_they_are_told() -> None:
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_two_steps_of_one_clients_data_are_told_apart_when_both_are_pending(kind: str) -> None:
+def test_two_steps_of_one_clients_data_are_distinguished_when_both_are_pending(kind: str) -> None:
     config = ragged().with_values(drift="label-shift")
     found, model = [], models.initial_arrays(config)
     for executor in (InProcess(client_app.app), Stacked()):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raceme.core.training_settings import TrainingSettings
 from raceme.simulation.stacked.graphs import CudaGraphs, Eager, Recorder, Step, rounded_up
-from raceme.simulation.stacked.training import Stack, Trained, Training
+from raceme.simulation.stacked.training import Stack, StackedResult, Training
 from raceme.training.local import Frozen, Pull
 from raceme.training.models import Network, Samples
 
@@ -63,7 +63,7 @@ def trained(
     data: Sequence[Samples],
     stack: Stack | None = None,
     **more: object,
-) -> list[Trained]:
+) -> list[StackedResult]:
     settings = TrainingSettings(lr=0.1, batch_size=4, local_epochs=2, **more)  # type: ignore[arg-type]
     stack = stack or Stack(torch.device("cpu"), recorder=lambda: recorder)
     assert stack.network(own, torch.zeros(1, 6)) is not None
@@ -76,7 +76,7 @@ def trained(
         call = Training.of(own, held, settings, rng, terms, None)
         assert call is not None
         calls.append(call)
-    return [one for one in stack.compute(calls) if isinstance(one, Trained)]
+    return [one for one in stack.compute(calls) if isinstance(one, StackedResult)]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def on_images(*layers: nn.Module) -> nn.Module:
     ids=str,
 )
 @pytest.mark.parametrize("training", [True, False], ids=["training", "test"])
-def test_a_layer_of_images(layer: nn.Module, training: bool) -> None:
+def test_layers_of_images_are_stacked(layer: nn.Module, training: bool) -> None:
     module = on_images(nn.Conv2d(3, 3, 1), layer)
     module(torch.zeros(2, 3, 8, 9))
     assert_alike(module, 3, 8, 9, training=training)
@@ -116,7 +116,7 @@ def test_a_layer_of_images(layer: nn.Module, training: bool) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sizes", [((1, 1), (0, 0), (1, 1)), ((2, 3), (1, 2), (2, 1))])
-def test_both_ways_of_convolution(sizes: tuple[tuple[int, int], ...], bias: bool) -> None:
+def test_both_ways_of_convolution_agree(sizes: tuple[tuple[int, int], ...], bias: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 9, 8, dtype=torch.float64)
     weight = torch.randn(2, 5, 4, 3, 2, dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_both_ways_of_convolution(sizes: tuple[tuple[int, int], ...], bias: bool
         torch.testing.assert_close(found, torch.stack(expected))
 
 
-def test_both_ways_of_looking_tokens_up() -> None:
+def test_both_ways_of_embedding_agree() -> None:
     x, table = torch.randint(7, (2, 3, 4)), torch.randn(2, 7, 5, requires_grad=True)
     found = [embedded(x, table, by_matrices) for by_matrices in (True, False)]
     torch.testing.assert_close(*found)
@@ -149,7 +149,7 @@ def test_both_ways_of_looking_tokens_up() -> None:
     ],
     ids=str,
 )
-def test_a_layer_of_series(layer: nn.Module) -> None:
+def test_layers_of_series_are_stacked(layer: nn.Module) -> None:
     module = on_images(layer)
     module(torch.zeros(2, 3, 12))
     assert_alike(module, 3, 12)
@@ -183,7 +183,7 @@ class Sequence(nn.Module):
     ids=str,
 )
 @pytest.mark.parametrize("tokens", [0, 11])
-def test_a_recurrent_layer(layer: nn.Module, tokens: int) -> None:
+def test_recurrent_layers_are_stacked(layer: nn.Module, tokens: int) -> None:
     shape = (6,) if tokens else (6, 3)
     assert_alike(Sequence(copy.deepcopy(layer), tokens), *shape, tokens=tokens)
 
@@ -207,7 +207,7 @@ class Functions(nn.Module):
         return out
 
 
-def test_operations_between_layers_and_a_layer_used_twice() -> None:
+def test_operations_between_layers_and_repeated_layers_are_stacked() -> None:
     assert_alike(Functions(), 6)
 
 
@@ -264,7 +264,7 @@ BUILT = {
 }
 
 
-def test_every_network_of_the_registry_is_here() -> None:
+def test_every_registered_network_is_tested() -> None:
     from raceme.core.registry import MODELS
 
     assert {name.replace("-", "_") for name in MODELS} == set(BUILT)

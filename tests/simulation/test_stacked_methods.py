@@ -101,7 +101,7 @@ def work(method: str, **settings: Any) -> Stacked:
     "method",
     [name if name in SMOKE else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES],
 )
-def test_the_clients_of_a_method(method: str) -> None:
+def test_the_clients_of_each_method_are_stacked(method: str) -> None:
     stacked = work(method)
     assert stacked.batches.clients
     assert stacked.batches.mean > 1
@@ -109,11 +109,11 @@ def test_the_clients_of_a_method(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["panicle", "ewc", "apd", "fedweit", "c-faacl"])
 @pytest.mark.slow
-def test_the_clients_of_a_method_whose_data_change(method: str) -> None:
+def test_clients_whose_data_change_are_stacked(method: str) -> None:
     work(method, drift="label-shift", **{"own-model": True} if method == "panicle" else {})
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @pytest.mark.slow
-def test_the_clients_of_a_method_with_an_optimiser(optimizer: str) -> None:
+def test_clients_with_another_optimiser_are_stacked(optimizer: str) -> None:
     work("apfl", optimizer=optimizer, lr=0.001)

@@ -291,7 +291,7 @@ def test_a_device_that_goes_offline_twice_loses_its_task_once() -> None:
     assert (grid.now(), grid.get_node_ids()) == (8.0, [])
 
 
-def test_a_message_to_nobody_is_refused_at_once() -> None:
+def test_a_message_to_an_unknown_node_is_refused_at_once() -> None:
     grid = grid_of(Device())
     (reply,) = grid.send_and_receive([train(99)])
     assert reply.error.code == NODE_UNAVAILABLE

@@ -28,7 +28,7 @@ def test_a_server_killed_at_twenty_random_moments_loses_and_doubles_nothing(
     names = ["kitchen", "garden", "cellar"]
     make_certificates(certs, ["127.0.0.1"], names)
     keys = {name: read_device_key(certs / "devices" / name) for name in names}
-    does = {name: Behaviour(think=0.05, step=0.01) for name in names}
+    behaviours = {name: Behaviour(training_seconds=0.05, update_std=0.01) for name in names}
     counts: list[int] = []
     with loopback(tmp_path) as bed:
         address = f"127.0.0.1:{free_port()}"
@@ -36,7 +36,7 @@ def test_a_server_killed_at_twenty_random_moments_loses_and_doubles_nothing(
         run += ["--strategy", "fedasync", "--dataset", "digits", "--clients", "3"]
         run += ["--max-updates", "1000000", "--checkpoint-every", "10", "--metrics", "off"]
         endpoint = Endpoint(address, root_certificates=(certs / "ca.crt").read_bytes())
-        with online(endpoint, does, keys):
+        with online(endpoint, behaviours, keys):
             for _ in range(KILLS):
                 server = bed.start("serve", raceme("serve", *run))
                 server.wait_for(r"update +\d+ ", 120)

@@ -109,20 +109,22 @@ def test_services_work_together_and_alerts_fire(tmp_path: Path) -> None:
         authority = (certs / "ca.crt").read_bytes()
         endpoint = Endpoint(f"127.0.0.1:{fleet}", root_certificates=authority)
         keys = {name: read_device_key(certs / "devices" / name) for name in names}
-        does = {name: Behaviour(think=0.2, accuracy=0.9, step=0.01) for name in names}
-        with online(endpoint, does, keys) as stops:
+        behaviours = {
+            name: Behaviour(training_seconds=0.2, accuracy=0.9, update_std=0.01) for name in names
+        }
+        with online(endpoint, behaviours, keys) as stops:
             up = "/api/v1/query?query=raceme_accuracy"
             wait_until(lambda: (get(own, up) or {"data": {}})["data"].get("result"), 90)
             watched.wait_for(rf"http://[\w.]+:{page}/#token=", 30)
             time.sleep(10)
             assert firing(own) == set(), server.describe()
             for name in names:
-                does[name].accuracy = 0.6
+                behaviours[name].accuracy = 0.6
             wait_until(lambda: "RacemeAccuracyFell" in firing(own), 60, prometheus.describe)
             # Three of seven send updates that are far too long; they rest longer each time.
             for number, name in enumerate(names):
-                does[name].think = 8.0
-                does[name].step = 100.0 if number < 3 else 0.01
+                behaviours[name].training_seconds = 8.0
+                behaviours[name].update_std = 100.0 if number < 3 else 0.01
             wait_until(lambda: "RacemeProtectionRejects" in firing(own), 120, server.describe)
             assert "RacemeDeviceSilent" not in firing(own)
             stops[names[6]].set()

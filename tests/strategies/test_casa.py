@@ -126,7 +126,7 @@ def test_models_from_too_far_apart_are_not_compared() -> None:
     assert strategy.similarity()[1][0, 1] == pytest.approx(1.0)
 
 
-def test_with_global_staleness_starts_are_told_apart_by_all_updates() -> None:
+def test_with_global_staleness_starts_are_distinguished_by_all_updates() -> None:
     def compared(first: InFlight, second: InFlight) -> bool:
         strategy = casa_with(2, gap_range=5.0, staleness_unit="global")
         at_version(strategy, 40)

@@ -1,4 +1,4 @@
-"""CASA's buffers: what is compared, what is dropped, what is stored once."""
+"""CASA's buffers: compared pairs, dropped models, shared storage."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None
     assert buffers.owners(2).tolist() == [3]
 
 
-def test_alphas_are_told_apart_in_tenths() -> None:
+def test_alphas_are_distinguished_in_tenths() -> None:
     # 1.1^−13 = 0.28966 and 1.1^−12 = 0.31863; a client without an update has none.
     classes = alpha_class(np.array([0.0, 0.2896, 0.2897, 0.318, 0.319, 1.0]))
     assert classes.tolist() == [-np.inf, -14, -13, -13, -12, 0]

@@ -1,4 +1,4 @@
-"""Whole models and sketches: exact terms, and how large the estimated one's error is."""
+"""Whole models and sketches: exact terms, and the error of the estimated one."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""CASA+ and the ablations: masks and sparsity by hand, the way of a mask, time that is saved."""
+"""CASA+ and the ablations: masks and sparsity by hand, and the time saved."""
 
 import numpy as np
 import pytest
@@ -63,21 +63,21 @@ def test_the_way_of_a_mask() -> None:
     strategy.initialize(np.zeros(8, np.float32))
     strategy.on_join(Client("c0", num_examples=10))
 
-    def dispatched(number: int, version: int) -> InFlight:
+    def in_flight(number: int, version: int) -> InFlight:
         task = InFlight(number, "c0", 0, version, 0, sent_at=0.0, bytes_down=0)
         strategy.on_sent(task)
         return task
 
     # The first task carries no mask; it comes back fresh and is mixed in whole.
     assert strategy.request_for("c0") == Request("c0")
-    task = dispatched(0, version=0)
+    task = in_flight(0, version=0)
     strategy.applied([Update(task, np.arange(1, 9, dtype=np.float32), 10, 0.0)])
     strategy.on_closed(task)
     assert strategy.request_for("c0") == Request("c0")
     # The second is 16 versions late: |C| = 1, α_c = 2 Ω / log2(4) = Ω(2) = 0.99994, α_i a quarter
     # of it, S = 0.99994 · 0.75 = 0.75: six of the eight weights are not trained next time.
     at_version(strategy, 17)
-    task = dispatched(1, version=1)
+    task = in_flight(1, version=1)
     strategy.applied([Update(task, np.arange(8, 0, -1).astype(np.float32), 10, 0.0)])
     strategy.on_closed(task)
     work = strategy.request_for("c0")
@@ -89,7 +89,7 @@ def test_the_way_of_a_mask() -> None:
     assert mask["b"].numpy().tolist() == [[0, 0], [0, 0]]
     # The third brings no news but where the mask is set.
     before = strategy.models[0].vector.copy()
-    task = dispatched(2, version=18)
+    task = in_flight(2, version=18)
     assert list(strategy.state.sent) == [2]
     strategy.applied([Update(task, before + 1, 10, 0.0)])
     strategy.on_closed(task)

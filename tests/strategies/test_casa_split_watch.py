@@ -1,4 +1,4 @@
-"""Skipping work exactly: bounded eigenvalues, and the same decisions as always looking."""
+"""Skipped split checks: bounds on eigenvalues, and unchanged decisions."""
 
 import numpy as np
 import pytest
@@ -25,11 +25,11 @@ def test_no_eigenvalue_moves_further_than_the_bound(seed: int, clients: int, siz
     rng = np.random.default_rng(seed)
     matrix = similarities(rng, clients)
     computed = np.ones((clients, clients), bool)
-    watch = SplitWatch.over(np.arange(clients), computed, clients)
+    watch = SplitWatch.for_members(np.arange(clients), computed, clients)
     weights = affinity(matrix)
     gap = largest_gap(weights)
     assert gap is not None
-    watch.look(weights, gap.size)
+    watch.record_computation(weights, gap.size)
     before = np.linalg.eigvalsh(laplacian(weights))
     for _ in range(5):
         i = int(rng.integers(clients))
@@ -48,7 +48,7 @@ def test_no_eigenvalue_moves_further_than_the_bound(seed: int, clients: int, siz
 def test_missing_pairs_are_counted_once() -> None:
     computed = np.eye(4, dtype=bool)
     matrix = np.eye(4, dtype=np.float32)
-    watch = SplitWatch.over(np.array([0, 1, 2]), computed, clients=4)
+    watch = SplitWatch.for_members(np.array([0, 1, 2]), computed, clients=4)
     assert watch.missing == 3
     watch.change(0, np.array([1, 3]), np.array([0.5, 0.5], np.float32), matrix, computed)
     computed[0, 1] = computed[1, 0] = True

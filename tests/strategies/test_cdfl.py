@@ -261,7 +261,7 @@ def test_cdfl_without_proxies_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_method_that_does_not_start_from_pretrained_models_says_so(tmp_path: Path) -> None:
+def test_a_method_that_does_not_start_from_pretrained_models_reports_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pretrain: CASA does not start from pre-trained models"):
         simulate(digits(tmp_path / "run", "casa", pretrain=20))
     assert not (tmp_path / "run").exists()

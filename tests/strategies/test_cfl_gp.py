@@ -110,7 +110,7 @@ def test_what_is_no_gradient_of_this_model_is_refused(stated: Any) -> None:
     made = with_clients(CFLGP(), 1)
     with pytest.raises(InvalidReplyError):
         made.on_answer(answer(made, "c0", *stated))
-    with pytest.raises(InvalidReplyError, match="divided meanwhile"):
+    with pytest.raises(InvalidReplyError, match="split meanwhile"):
         made.on_answer(answer(made, "c0", 1, 1, model=99))
     assert not made.state.profiles
 
@@ -120,8 +120,8 @@ def test_a_late_gradient_counts_and_asks_for_no_other_unless_the_model_has_moved
     made.on_answer(answer(made, "c0", 1, 0))
     made.models[0].move(np.ones(2, np.float32))
     made.on_answer(answer(made, "c1", 1, 0))
-    assert not made._is_to_answer("c0")
-    assert made._is_to_answer("c1")
+    assert not made._should_answer("c0")
+    assert made._should_answer("c1")
     assert set(made.state.profiles) == {"c0", "c1"}
 
 

@@ -1,4 +1,4 @@
-"""The continual methods in rounds: what clients are asked, and runs of two tasks."""
+"""The continual methods in rounds: requests to clients, and runs of two tasks."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def test_a_client_that_comes_later_joins_the_group_of_the_nearest_direction() ->
     assert homes(strategy)["c5"] == of_its_group
 
 
-def test_a_budget_shorter_than_any_update_ends_the_run_and_says_so() -> None:
+def test_a_budget_shorter_than_any_update_ends_the_run_and_reports_it() -> None:
     strategy = CSAFL(CSAFLParameters(**{**OPTIONS, "budget": 0.5}))
     seen = run_on(strategy, three_groups())
     (ended,) = [event for event in seen if isinstance(event, events.RunEnded)]

@@ -171,7 +171,7 @@ def test_answers_of_no_use_are_refused(losses: Any, why: str) -> None:
     made = bench(2)
     made.train(INIT)
     made.train(INIT)
-    task = made.dispatch(made.hand_out()[0])
+    task = made.open_task(made.hand_out()[0])
     with pytest.raises(InvalidReplyError, match=why):
         made.answer(task, {} if losses is None else {LOSSES: losses})
     made.end(task)
@@ -182,11 +182,11 @@ def test_a_client_without_an_answer_leaves_support_unchanged() -> None:
     made.train(INIT)
     made.train(INIT)
     for work in made.hand_out():
-        made.end(made.dispatch(work))
+        made.end(made.open_task(work))
     made.train(INIT)
     assert homes(made.method) == {"c0": 1, "c1": 2}
     assert made.method.state.supported.is_settled
-    late = made.dispatch(made.method._training("c0"))
+    late = made.open_task(made.method._training("c0"))
     with pytest.raises(InvalidReplyError, match="after the round had begun"):
         made.answer(late, {LOSSES: np.ones((1, SAMPLES), np.float32)})
 

@@ -26,7 +26,7 @@ def bench(clients: int = 3, **options: object) -> SupportBench:
 
 
 def begin(made: SupportBench, client: str) -> InFlight:
-    return made.dispatch(made.method.request_for(client))
+    return made.open_task(made.method.request_for(client))
 
 
 def train(made: SupportBench, client: str, value: float, task: InFlight | None = None) -> Any:
@@ -104,7 +104,7 @@ def test_support_from_one_side_lets_clients_train_another_model() -> None:
 def _task(made: SupportBench, client: str, cluster: int) -> InFlight:
     from raceme.core.requests import Request
 
-    return made.dispatch(Request(client, models=(cluster,)))
+    return made.open_task(Request(client, models=(cluster,)))
 
 
 def test_clusters_that_support_each_other_merge_at_once_and_one_model_is_kept() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.strategies.faacl.strategy import (
-    Partition,
+    ComparedClusters,
     Supported,
     disjoint_pairs,
     fewest_samples,
@@ -76,7 +76,7 @@ def test_all_clients_of_a_cluster_have_to_agree_and_the_first_that_does_not_ends
 
 
 def test_what_two_merged_clusters_had_in_common_stays() -> None:
-    supported = Supported(partitions=[Partition([1, 2, 3, 4, 5])])
+    supported = Supported(partitions=[ComparedClusters([1, 2, 3, 4, 5])])
     supported.support(1, [2, 3, 4])
     supported.support(2, [1, 3])
     supported.support(3, [1, 2])
@@ -112,7 +112,7 @@ def test_no_cluster_is_in_two_pairs_and_no_more_can_be_merged(count: int, seed: 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_partitions_are_joined_in_pairs_and_an_odd_one_waits(count: int) -> None:
-    supported = Supported(partitions=[Partition([k], settled=True) for k in range(count)])
+    supported = Supported(partitions=[ComparedClusters([k], settled=True) for k in range(count)])
     supported.join(np.random.default_rng(1))
     sizes = sorted(len(partition.clusters) for partition in supported.partitions)
     assert sizes == [1] * (count % 2) + [2] * (count // 2)
@@ -121,4 +121,4 @@ def test_partitions_are_joined_in_pairs_and_an_odd_one_waits(count: int) -> None
     assert all(p.settled == (len(p.clusters) == 1) for p in supported.partitions)
     (pair, *_) = (p.clusters for p in supported.partitions) if count > 1 else ([0],)
     assert supported.compared_with(pair[0]) == pair[1:]
-    assert supported.works(pair[0]) == (count > 1)
+    assert supported.is_unsettled(pair[0]) == (count > 1)

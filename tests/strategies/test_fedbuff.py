@@ -1,4 +1,4 @@
-"""FedBuff: what a buffer does with statistics of batch normalisation."""
+"""FedBuff: statistics of batch normalisation in a buffer."""
 
 import pytest
 from clustered import step, update, with_statistics

@@ -1,4 +1,4 @@
-"""FedCompass: the step by hand, and what its messages say."""
+"""FedCompass: the step by hand, and its messages."""
 
 import pytest
 from clustered import at_version, check_it_can_be_restored, round_of, update, with_clients

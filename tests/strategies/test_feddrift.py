@@ -23,7 +23,7 @@ from raceme.strategies import (
     FedDriftParameters,
     Method,
 )
-from raceme.strategies.feddrift import Concepts
+from raceme.strategies.feddrift import ConceptAssignments
 
 Losses = dict[str, dict[int, float]]
 
@@ -42,16 +42,16 @@ class Bench:
             self.idle.add(client)
 
     @property
-    def concepts(self) -> Concepts:
-        concepts: Concepts = self.method.state.concepts
+    def concepts(self) -> ConceptAssignments:
+        concepts: ConceptAssignments = self.method.state.concepts
         return concepts
 
     def hand_out(self) -> list[Any]:
         """Let the method give work; return it."""
-        moment = SelectionContext(0.0, self.method.progress.fleet, self.idle, self.method.rng)
-        return list(self.method.requests(moment))
+        context = SelectionContext(0.0, self.method.progress.fleet, self.idle, self.method.rng)
+        return list(self.method.requests(context))
 
-    def dispatch(self, work: Any) -> InFlight:
+    def open_task(self, work: Any) -> InFlight:
         """Make the task of some work, as the loop would."""
         models = self.method.models
         asked = work.models or (self.method.clusters.main(work.client),)
@@ -87,7 +87,7 @@ class Bench:
         """Let all measure that are asked to; who is not named has not measured."""
         for work in self.hand_out():
             assert work.kind == SCORES
-            task = self.dispatch(work)
+            task = self.open_task(work)
             if task.client in losses:
                 self.score(task, losses[task.client])
             else:
@@ -103,7 +103,7 @@ class Bench:
             if self.method.scheduling.state.number > number + 1:
                 break
             for one in work:
-                task = self.dispatch(one)
+                task = self.open_task(one)
                 steps = one.settings.get("steps", [self.step])
                 done.append((task.client, task.cluster, steps))
                 vector = np.full(2, value, np.float32)
@@ -230,7 +230,7 @@ def test_memory_limits_what_is_trained_and_measured() -> None:
     work = made.hand_out()
     assert [one.settings["steps"] for one in work] == [[2, 3], [2, 3]]
     for one in work:
-        made.score(made.dispatch(one), GOOD)
+        made.score(made.open_task(one), GOOD)
     assert made.round() == [("c0", 0, [2, 3]), ("c1", 0, [2, 3])]
 
 
@@ -305,11 +305,11 @@ def test_a_round_does_not_wait_for_scores_that_were_lost() -> None:
     # c3 was not forgotten: it is asked before the next round.
     (work,) = made.hand_out()
     assert (work.client, work.kind) == ("c3", SCORES)
-    task, dispatch = made.dispatch(work), made.method.scheduling
+    task, scheduling = made.open_task(work), made.method.scheduling
     assert made.hand_out() == []
-    assert dispatch.wake_at() == 120.0
-    dispatch.wake(120.0)
-    assert dispatch.wake_at() == np.inf
+    assert scheduling.wake_at() == 120.0
+    scheduling.wake(120.0)
+    assert scheduling.wake_at() == np.inf
     assert {one.client for one in made.hand_out()} == {"c0", "c1", "c2"}
     with pytest.raises(InvalidReplyError, match="came after the round had begun"):
         made.score(task, GOOD)
@@ -321,13 +321,13 @@ def test_a_round_does_not_wait_for_scores_that_were_lost() -> None:
         ({}, "no accuracy of every model and step"),
         ({ACCURACIES: np.ones((2, 2), np.float32)}, "no accuracy of every model and step"),
         ({ACCURACIES: np.ones((1, 2), np.int64)}, "no accuracy of every model and step"),
-        ({ACCURACIES: np.full((1, 1), 1.5, np.float32)}, "no shares"),
+        ({ACCURACIES: np.full((1, 1), 1.5, np.float32)}, "not between 0 and 1"),
     ],
 )
 def test_scores_that_are_none_are_refused(numbers: dict[str, Any], reason: str) -> None:
     made = bench()
     made.step = 1
-    task = made.dispatch(made.hand_out()[0])
+    task = made.open_task(made.hand_out()[0])
     with pytest.raises(InvalidReplyError, match=reason):
         made.method.on_answer(Answer(task, 10, numbers=numbers))
 

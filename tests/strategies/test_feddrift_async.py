@@ -24,7 +24,7 @@ def bench(clients: int = 3, **options: object) -> Bench:
 
 def begin(made: Bench, client: str) -> InFlight:
     """Give a client its next work."""
-    return made.dispatch(made.method.request_for(client))
+    return made.open_task(made.method.request_for(client))
 
 
 def train(made: Bench, client: str, value: float = 0.0, task: InFlight | None = None) -> Any:

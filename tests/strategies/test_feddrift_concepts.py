@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raceme.strategies.feddrift import Concepts, cluster_distances, complete_linkage, has_drifted
+from raceme.strategies.feddrift import (
+    ConceptAssignments,
+    cluster_distances,
+    complete_linkage,
+    has_drifted,
+)
 
 
 def test_a_loss_that_has_grown_by_more_than_delta_is_drift() -> None:
@@ -49,9 +54,9 @@ def test_complete_linkage_looks_at_the_farthest_members() -> None:
     assert complete_linkage(np.full((2, 2), np.inf), 9.0) == []
 
 
-def filled() -> Concepts:
+def filled() -> ConceptAssignments:
     """c0 has gone from model 0 to model 1 and back, c1 is at model 1."""
-    concepts = Concepts()
+    concepts = ConceptAssignments()
     for client, steps in {"c0": [0, 0, 1, 0], "c1": [1, 1]}.items():
         for step, model in enumerate(steps):
             concepts.assign(client, step, model)
@@ -108,7 +113,7 @@ def test_mean_losses_by_hand() -> None:
 
 
 def test_no_other_client_takes_an_isolated_model() -> None:
-    concepts = Concepts(isolated={1: 2})
+    concepts = ConceptAssignments(isolated={1: 2})
     concepts.take("c0", {0: {0: 0.5, 1: 0.1}}, there=[0, 1])
     assert concepts.best("c0", 0, own=0) == (0, 0.5)
     assert concepts.best("c0", 0, own=1) == (1, 0.1)

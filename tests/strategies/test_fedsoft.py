@@ -1,4 +1,4 @@
-"""FedSoft: importance, whom clusters draw, a round by hand, a client's own model."""
+"""FedSoft: importance, client draws, a round by hand, a client's own model."""
 
 import logging
 

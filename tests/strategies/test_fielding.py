@@ -1,4 +1,4 @@
-"""Fielding: nearest centres, the moment to cluster again, and k-means by hand; a drift in a run."""
+"""Fielding: nearest centres, the trigger to cluster again, and k-means by hand."""
 
 from pathlib import Path
 from typing import Any

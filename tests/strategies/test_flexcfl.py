@@ -237,8 +237,8 @@ def test_both_ways_to_place_clients_make_the_same_groups_and_models() -> None:
     ("counts", "examples", "complaint"),
     [
         ([5, 5, 0], 10, "counts 3 labels, and others 2"),
-        ([11, -1], 10, "no counts"),
-        ([0, 0], 10, "no counts"),
+        ([11, -1], 10, "negative or all 0"),
+        ([0, 0], 10, "negative or all 0"),
         ([4, 4], 10, "counts 8 labels of 10 examples"),
     ],
 )

@@ -74,8 +74,8 @@ def test_the_group_of_the_nearest_direction() -> None:
     # Cosines 0.6 and 0.8, whatever the lengths: distances 0.2 and 0.1.
     assert start.nearest(np.array([30, 40], np.float32)) == 5
     assert start.nearest(np.array([4, 3], np.float32)) == 3
-    assert start.looks_foreign(3, np.array([3, 4], np.float32))
-    assert not start.looks_foreign(5, np.array([3, 4], np.float32))
+    assert start.is_nearest_to_other_group(3, np.array([3, 4], np.float32))
+    assert not start.is_nearest_to_other_group(5, np.array([3, 4], np.float32))
 
 
 def test_a_fifth_of_the_data_on_both_sides() -> None:

@@ -1,4 +1,4 @@
-"""FLUX: when the model is ripe, scaling, elbow and density groups by hand, newcomers."""
+"""FLUX: the end of the warm-up, scaling, elbow and density groups by hand, newcomers."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def test_the_first_round_after_which_it_may_be_ripe(number: int, gain: float, ri
     made.state.accuracies = [0.5]
     made.scheduling.state.number = number
     made.on_answer(answer("c0", SCORES, {ACCURACIES: np.array([[0.5 + gain]], np.float32)}))
-    assert made._is_ripe() == ripe
+    assert made._is_warm_up_over() == ripe
     assert made.state.accuracies == pytest.approx([0.5, 0.5 + gain])
 
 
@@ -55,17 +55,17 @@ def test_after_a_share_of_the_rounds_it_is_taken_for_ripe(number: int, ripe: boo
     made.state.accuracies = [0.1, 0.9]
     made.state.scored = number
     made.state.accuracies = [0.1]
-    assert made._is_ripe() == ripe
+    assert made._is_warm_up_over() == ripe
 
 
 def test_a_fixed_warm_up_asks_for_no_scores() -> None:
     made = with_clients(FLUX(FLUXParameters(warmup=2)), 1)
     assert SCORES not in made.needs.kinds
     made.scheduling.state.number = 1
-    assert not made._asks()
-    assert not made._is_ripe()
+    assert not made._queries_before_round()
+    assert not made._is_warm_up_over()
     made.scheduling.state.number = 2
-    assert made._is_ripe()
+    assert made._is_warm_up_over()
 
 
 def test_blocks_are_scaled_one_by_one() -> None:
@@ -117,8 +117,8 @@ def test_groups_and_a_newcomer_without_labels_by_hand() -> None:
     # Scaled by 10: centroids at 0.05 and 0.95. What a newcomer says of classes is not looked at.
     assert made.state.centroids[of["c0"]].tolist() == pytest.approx([0.05, 0])
     made.on_join(Client("c4", num_examples=10))
-    assert made._is_to_answer("c4")
-    assert not made._is_to_answer("c0")
+    assert made._should_answer("c4")
+    assert not made._should_answer("c0")
     made.on_answer(described("c4", 5.1, 0.0))
     assert homes(made)["c4"] == of["c2"]
     made.on_join(Client("c5", num_examples=10))

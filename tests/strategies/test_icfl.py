@@ -1,4 +1,4 @@
-"""ICFL: the threshold and the running means by hand, who goes where, groups on a grid."""
+"""ICFL: the threshold and the running means by hand, moves of clients, groups on a grid."""
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ def test_a_round_divides_a_cluster_below_the_threshold_only() -> None:
     assert (split.score, split.threshold) == pytest.approx((1.0, 0.9))
 
 
-def test_two_clients_are_told_apart_and_one_is_never_divided() -> None:
+def test_two_clients_are_distinguished_and_one_is_never_divided() -> None:
     strategy = with_clients(ICFL(ICFLParameters(alpha_start=0.5, epsilon=0.0)), 2)
     round_of(strategy, (1.0, 0.0), (0.0, 1.0))
     assert homes(strategy) == {"c0": 1, "c1": 2}

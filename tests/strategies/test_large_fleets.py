@@ -1,4 +1,4 @@
-"""Fleets too large to compare pair by pair: exact below the size, right and bounded above it."""
+"""Fleets too large for all pairs: exact below the limit, correct and bounded above it."""
 
 import copy
 import heapq

@@ -1,4 +1,4 @@
-"""A method of a user's own whose clients do work of a kind of its own, here in the same file."""
+"""A user's own method whose clients do a user's own kind of work, both in this file."""
 
 from __future__ import annotations
 

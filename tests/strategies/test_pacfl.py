@@ -1,4 +1,4 @@
-"""PACFL: angles and linkage by hand, who is asked, and newcomers."""
+"""PACFL: angles and linkage by hand, queried clients, and newcomers."""
 
 from typing import Any
 

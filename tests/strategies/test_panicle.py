@@ -1,4 +1,4 @@
-"""Panicle: placed by probes, clustered by evidence, repaired; and what it survives."""
+"""Panicle: placement by probes, clusters by silhouette scores, reassignment, failures."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ from raceme.core.events import ClusterChange
 from raceme.core.messages import ModelSpec
 from raceme.simulation import Device
 from raceme.strategies import Panicle, PanicleParameters
-from raceme.strategies.panicle.probes import Partition
+from raceme.strategies.panicle.probes import ScoredGroups
 
 
 def test_clusters_form_when_all_have_answered_two_probes() -> None:
@@ -164,7 +164,7 @@ def test_where_the_updates_of_many_suddenly_grow_all_are_probed() -> None:
     assert strategy.request_for("c1").phase == ""
     for client, direction in (("c0", NORTH), ("c3", EAST)):
         probe(strategy, client, *direction)
-    strategy._look()
+    strategy._search_groups()
     assert partition_of(strategy) == [["c0", "c4", "c5"], ["c1", "c2", "c3"]]
 
 
@@ -189,20 +189,20 @@ def test_clusters_that_are_one_group_are_merged_and_reported() -> None:
     wrong(strategy, ["c0"])
     seen: list[events.ClustersChanged] = []
     strategy.clusters.report_to(seen.append)
-    strategy._look()
+    strategy._search_groups()
     assert partition_of(strategy) == [["c0", "c1", "c2"], ["c3", "c4", "c5"]]
     assert [change.change for change in seen] == [ClusterChange.MERGE]
     assert seen[0].score > seen[0].threshold == strategy.parameters.level
 
 
-def test_clusters_without_evidence_are_given_up() -> None:
+def test_clusters_with_a_low_silhouette_score_are_given_up() -> None:
     strategy = probed({f"c{i}": EAST for i in range(6)})
     wrong(strategy, ["c0", "c1", "c2"])
-    strategy._look()
+    strategy._search_groups()
     assert len(strategy.models) == 1
 
 
-def test_a_wrong_split_is_repaired_even_if_nothing_new_is_known() -> None:
+def test_a_wrong_split_is_undone_without_new_probes() -> None:
     strategy = two_groups()
     wrong(strategy, ["c0", "c3"], ["c1", "c4"])
     for _ in range(10):
@@ -224,7 +224,7 @@ def test_rearranging_gives_the_wanted_groups(pairs: list[tuple[int, int]]) -> No
         strategy._move(client, now) if now in strategy.models else None
     now = np.array([strategy.clusters.main(client) for client in clients])
     wanted = np.unique([group for _, group in pairs], return_inverse=True)[1]
-    strategy._rearrange(clients, now, Partition(wanted, 1.0))
+    strategy._rearrange(clients, now, ScoredGroups(wanted, 1.0))
     then = [strategy.clusters.main(client) for client in clients]
     assert len(set(zip(then, wanted.tolist(), strict=True))) == len(set(then)) == wanted.max() + 1
     # Latest models are counted where their clients are, by their ten examples.
@@ -245,7 +245,7 @@ def test_clusters_remember_each_origin_once_however_often_they_split_and_merge()
         probe(strategy, client, *EAST)
     for wanted in 6 * (np.array([0, 0, 1, 1]), np.zeros(4, np.int64)):
         now = np.array([strategy.clusters.main(client) for client in clients])
-        strategy._rearrange(clients, now, Partition(wanted, 1.0))
+        strategy._rearrange(clients, now, ScoredGroups(wanted, 1.0))
     # Six splits and six merges have made three clusters each time: 0 to 17 are gone.
     (last,) = strategy.models
     assert sorted(strategy.state.learned[last].origins) == list(range(last)) == list(range(18))

@@ -24,7 +24,7 @@ def startled(clients: int, *when: int) -> Panicle:
         strategy._watch(f"c{i}").probed = 10
     for i, update in enumerate(when):
         strategy.progress.updates = update
-        strategy._call(f"c{i}")
+        strategy._request_new_probes(f"c{i}")
     return strategy
 
 
@@ -46,7 +46,7 @@ def test_clients_probed_since_are_not_called_again() -> None:
     strategy = startled(4, 100)
     strategy._watch("c3").probed = 100
     strategy.progress.updates = 101
-    strategy._call("c1")
+    strategy._request_new_probes("c1")
     assert called(strategy) == 3
 
 
@@ -55,7 +55,7 @@ def test_all_are_called_once_for_each_event() -> None:
     for watch in strategy.state.watches.values():
         watch.is_called = False
     for client in ("c0", "c2"):  # one again, and a third one
-        strategy._call(client)
+        strategy._request_new_probes(client)
     assert called(strategy) == 2
 
 
@@ -67,5 +67,5 @@ def test_sudden_updates_that_are_long_past_do_not_count() -> None:
 def test_where_many_updates_are_sudden_clusters_are_young_again() -> None:
     strategy = startled(4, 100)
     strategy._learned(0).updates = 100
-    strategy._call("c1")
+    strategy._request_new_probes("c1")
     assert strategy._learned(0).updates == 0

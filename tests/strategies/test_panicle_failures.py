@@ -1,4 +1,4 @@
-"""Panicle where something is missing: answers, clients, samples, anything to learn."""
+"""Panicle without some answers, clients or samples, and with models that cannot learn."""
 
 import math
 from pathlib import Path

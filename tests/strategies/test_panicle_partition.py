@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raceme.strategies.panicle.probes import Partition, best_partition, better_partition
+from raceme.strategies.panicle.probes import ScoredGroups, best_partition, better_partition
 
 LEVEL = 0.6
 
 
-def better(distances: np.ndarray, now: np.ndarray) -> Partition | None:
+def better(distances: np.ndarray, now: np.ndarray) -> ScoredGroups | None:
     """What becomes of clusters, by two estimates that are alike."""
     return better_partition(np.stack([distances, distances]), now, LEVEL)
 
@@ -47,7 +47,7 @@ def test_a_client_moves_to_the_group_that_it_is_nearer_to() -> None:
 
 
 @pytest.mark.parametrize(("across", "is_given_up"), [(0.24, True), (0.26, False)])
-def test_clusters_are_given_up_if_their_evidence_is_clearly_too_little(
+def test_clusters_are_given_up_if_their_silhouette_score_is_clearly_too_low(
     across: float, is_given_up: bool
 ) -> None:
     # They needed 0.6, and have `across` / 0.5: given up below 0.5.

@@ -1,4 +1,4 @@
-"""Probes: halves that are compared crosswise, free of chance."""
+"""Probes: crosswise comparisons of halves, without the bias of chance."""
 
 import numpy as np
 import pytest

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raceme.strategies.panicle.probes import (
     FLOOR,
-    Partition,
+    ScoredGroups,
     best_partition,
     floor_by_chance,
     silhouettes,
@@ -21,7 +21,7 @@ def grouped(sizes: list[int], within: float, between: float) -> np.ndarray:
     return distances
 
 
-def best(*estimates: np.ndarray) -> Partition:
+def best(*estimates: np.ndarray) -> ScoredGroups:
     """The groups by two estimates of the distances, alike unless both are given."""
     return best_partition(np.stack([estimates[0], estimates[-1]]))
 
@@ -64,7 +64,7 @@ def test_groups_whose_clients_are_alike_need_not_be_unrelated() -> None:
     assert silhouettes(far, np.repeat([0, 1], 3)) == pytest.approx([0.5 / 0.9] * 6)
 
 
-def test_there_is_no_evidence_in_one_group() -> None:
+def test_one_group_has_a_silhouette_score_of_zero() -> None:
     distances = grouped([3], within=0.5, between=1.0)
     assert silhouettes(distances, np.zeros(3, np.int64)).tolist() == [0.0] * 3
     assert best(np.zeros((1, 1))).score == 0.0
@@ -99,7 +99,7 @@ def test_clients_that_are_all_alike_are_one_group() -> None:
 
 
 @given(st.integers(2, 12), st.integers(0, 1000))
-def test_evidence_is_between_minus_one_and_one(count: int, seed: int) -> None:
+def test_silhouette_scores_are_between_minus_one_and_one(count: int, seed: int) -> None:
     points = np.random.default_rng(seed).normal(size=(count, 3))
     distances = np.minimum(2.0, np.linalg.norm(points[:, None] - points[None], axis=2))
     found = best(distances)

@@ -1,4 +1,4 @@
-"""What all tests of training have in common."""
+"""Fixtures of all tests of training."""
 
 import pytest
 

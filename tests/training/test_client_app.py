@@ -65,7 +65,7 @@ def test_a_reply_depends_on_the_message_and_the_client_and_nothing_else() -> Non
     assert not any(np.array_equal(first, vector(other)) for other in others)
 
 
-def test_the_round_of_flowers_strategies_takes_the_place_of_the_task() -> None:
+def test_the_round_of_flowers_strategies_seeds_the_training() -> None:
     second, again = (train({"server-round": 2}) for _ in range(2))
     assert np.array_equal(vector(second), vector(again))
     assert not np.array_equal(vector(second), vector(train({"server-round": 3})))
@@ -139,7 +139,7 @@ def ask(
     return app(Message(content, dst_node_id=7, message_type=kind), context(client)).content
 
 
-def test_an_unknown_kind_is_an_error_of_one_line_that_lists_the_kinds() -> None:
+def test_an_unknown_kind_of_work_is_one_line_that_lists_the_kinds() -> None:
     with pytest.raises(ValueError, match="no work of kind 'trian'; it knows train, ") as error:
         train({"kind": "trian"})
     assert "\n" not in str(error.value)
@@ -157,7 +157,7 @@ def test_a_reply_repeats_what_it_was_asked_and_nothing_that_it_was_not() -> None
 
 
 @pytest.mark.parametrize("step", [-1, 0.5, "1"])
-def test_a_step_that_is_none_is_an_error(step: int | float | str) -> None:
+def test_an_invalid_step_is_an_error(step: int | float | str) -> None:
     with pytest.raises(ValueError, match="step must be a whole number of at least 0"):
         train({"step": step})
 

@@ -1,4 +1,4 @@
-"""Clients in memory: what stays, what is dropped, and what a device need not import."""
+"""Clients in memory: cached and dropped data, and imports of a device."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_a_share_for_validation_leaves_samples_to_train_on(share: float) -> None
         work_of(Message(content, dst_node_id=7, message_type="train"), context(2))
 
 
-def test_of_a_client_no_more_than_two_steps_stay() -> None:
+def test_at_most_two_steps_of_a_client_stay_in_memory() -> None:
     clients, _ = cache()
     seen = [weakref.ref(clients.client(context(0), step)) for step in range(100)]
     gc.collect()
     assert [step for step, client in enumerate(seen) if client() is not None] == [98, 99]
 
 
-def test_nothing_of_a_run_stays_when_another_begins() -> None:
+def test_no_data_of_a_run_remain_when_another_begins() -> None:
     def loaded(**keys: object) -> weakref.ref[Samples]:
         node = context(0, CONFIG.with_values(**keys))
         work = work_of(Message(RecordDict(), dst_node_id=7, message_type="query"), node)

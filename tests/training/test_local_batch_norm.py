@@ -1,4 +1,4 @@
-"""Batch normalisation that stays at home (FedBN), by hand and in every kind of work."""
+"""Batch normalisation that stays on the client (FedBN), by hand and in all kinds of work."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_of_a_residual_network_all_but_batch_normalisation_travels(tmp_path: Pat
     assert len(moved) == len(own)
 
 
-def test_what_a_client_keeps_is_the_same_in_worker_processes(tmp_path: Path) -> None:
+def test_stored_batch_normalisation_is_the_same_in_worker_processes(tmp_path: Path) -> None:
     replies, states = [], []
     for executor in (InProcess(app), Pool("raceme.client_app:app", workers=1)):
         identify_process()

@@ -241,7 +241,9 @@ def test_a_users_own_network_is_made_single_precision(own: str) -> None:
         ("{own}:infinite", "'mask' must hold finite real numbers.*persistent=False"),
     ],
 )
-def test_what_is_no_network_for_the_data_is_said(own: str, name: str, message: str) -> None:
+def test_a_network_that_does_not_fit_the_data_is_reported(
+    own: str, name: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         models.build(name.replace("{own}", own), (1, 8, 8), 10)
     assert "\n" not in str(caught.value)

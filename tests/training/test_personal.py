@@ -1,4 +1,4 @@
-"""Personal models of clients: layers, a model or a share of one that never leave the device."""
+"""Personal models: layers, a model or a share of one that never leave the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that the server has pre-trained, where that goes wrong."""
+"""Failures of the server's pretraining."""
 
 from __future__ import annotations
 

@@ -37,21 +37,20 @@ from raceme.training.local import evaluate
 from raceme.training.models import Network, Objective, Regression, Samples, objective_of
 
 UNIT = "µg/m³"
-MEANS = (79.8, 104.6, 15.8, 50.6, 1230.8, 57.4, 13.5, 1010.7, 2.5, 0.06, 1.7)
 ERROR = Measure(UNIT)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Three stations whose fine dust goes up and down, a day and a half at a time."""
-    hours = np.arange(24 * 40)
     for number in range(3):
-        # The other quantities are near their means, as they are given in their units.
-        x = np.tile(np.array(MEANS, np.float32), (len(hours), 1))
-        x[:, 0] = 80 + 60 * np.sin(hours / 6 + number)
-        np.savez(tmp_path / f"s{number}.npz", x=x, wind_dir=np.zeros(len(hours), np.uint8))
+        dust = np.sin(np.arange(24 * 40) / 6 + number).astype(np.float32)
+        x = np.zeros((24 * 40 - 24, 13, 24), np.float32)
+        x[:, 0] = 0.75 * np.lib.stride_tricks.sliding_window_view(dust, 24)[:-1]
+        about = {"unit": np.array(UNIT), "y_mean": np.array(80.0), "y_std": np.array(80.0)}
+        np.savez(tmp_path / f"s{number}.npz", x=x[::3], y=80 + 60 * dust[24::3], **about)
     return RunConfig(
-        dataset="beijing-air", data_root=str(tmp_path), model="mlp", lr=0.05, workers="0"
+        dataset="npz-folder", data_root=str(tmp_path), model="mlp", lr=0.05, workers="0"
     )
 
 
@@ -182,7 +181,7 @@ def test_a_comparison_shows_errors_in_their_unit() -> None:
     }
     method = ComparedMethod("a", "fedasync")
     result = Result(method, "a", (Run(0, "a/seed-0", summary),))
-    suite = Suite("Air", (method,), {"dataset": "beijing-air"}, (0,), shows_unrest=True)
+    suite = Suite("Air", (method,), {"dataset": "npz-folder"}, (0,), shows_unrest=True)
     comparison = Comparison(suite, (result,))
     table = main_table(comparison)
     assert table.title == "Air (seed 0, target 20 µg/m³)"
@@ -251,7 +250,7 @@ def test_labels_that_are_quantities_cannot_be_counted(config: RunConfig) -> None
 
 
 def test_an_accuracy_above_1_is_still_refused(config: RunConfig) -> None:
-    assert experiment.resolve(config).target_accuracy == 12.0
+    assert experiment.resolve(config).target_accuracy == 20.0
     with pytest.raises(UserError, match=r"target-accuracy must be at most 1, got 1.5"):
         experiment.resolve(RunConfig(target_accuracy=1.5))
     assert datasets.data_shape(RunConfig()).outputs == 10

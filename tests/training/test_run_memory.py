@@ -1,4 +1,4 @@
-"""What a process keeps of a run that has ended: no samples."""
+"""A process keeps no samples of a run that has ended."""
 
 import gc
 from pathlib import Path

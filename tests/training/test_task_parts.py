@@ -1,4 +1,4 @@
-"""A client's parts for each of its tasks: training, tests of former tasks, what is borrowed."""
+"""A client's parts for each of its tasks: training, tests of former tasks, borrowed weights."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_client_tells_its_adaptive_weights() -> None:
     assert 0 < len(from_array(numbers["adaptive-indices"])) < 0.9 * SIZE
 
 
-def test_what_is_borrowed_is_kept_while_a_task_lasts() -> None:
+def test_borrowed_weights_are_kept_while_a_task_lasts() -> None:
     node, alone = context(1, TASKS), context(1, TASKS)
     others = lent({0: 0.5, SIZE - 1: -1.0}, {7: 2.0})
     first = trained(node, "train-borrowing", others, step=1)

@@ -9,7 +9,7 @@ from raceme.core.options import option
 POSITIONS = "positions.jsonl"
 """The file with the positions, in the folder of a run."""
 FILES = (POSITIONS,)
-"""Files that the feature writes there."""
+"""Files that the feature writes into the folder of a run."""
 
 
 @dataclass(frozen=True)

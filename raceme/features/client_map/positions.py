@@ -25,11 +25,11 @@ from raceme.features.client_map import POSITIONS
 # -----------------------------------------------------------------------------
 # Clients as points, close for similar models.
 #
-# Principal components of the clients' unit vectors in four dimensions, turned and mirrored so that
-# they lie as those before (orthogonal Procrustes): a map stays steady. This is classical
-# multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − cosine)). Four groups that are
-# all as different fit into no plane, so that for the
-# screen it is laid flat as a whole, with distances as nearly as can be (SMACOF: de Leeuw 1977).
+# Principal components of the clients' unit vectors in four dimensions, rotated and mirrored to
+# match the former positions (orthogonal Procrustes), so that the map is steady. This is classical
+# multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − cosine)). Four groups at equal
+# distances do not fit into a plane; for the screen, the points are therefore projected into a plane
+# with distances preserved as far as possible (SMACOF: de Leeuw 1977).
 # -----------------------------------------------------------------------------
 
 
@@ -53,7 +53,7 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     Returns
     -------
     ndarray
-        Centred, with a mean square distance from the centre of 1, unless all are the same. Shape
+        Centred, with a mean square distance from the centre of 1, unless all points coincide. Shape
         (n, 4).
     """
     known = np.asarray(rows, np.float64)
@@ -205,7 +205,7 @@ class PositionsFile:
         self._total, self._written, self._updates = 0, 0, 0
         self._dropped: list[Snapshot] = []
         if after is not None:
-            self._cut(after)
+            self._truncate(after)
 
     def wants(self, updates: int) -> bool:
         """Return whether to write a snapshot at an update count."""
@@ -229,7 +229,7 @@ class PositionsFile:
         self._dropped.clear()
         self._append(Snapshot(time, tuple(clients), steps_of(points), updates, is_last))
 
-    def bring_back(self, updates: int) -> None:
+    def restore_dropped(self, updates: int) -> None:
         """Restore the snapshots dropped by a resumption, without newer ones.
 
         A run resumed at its end has no new updates for placing clients.
@@ -260,7 +260,7 @@ class PositionsFile:
             line["last"] = True
         return json.dumps(line) + "\n"
 
-    def _cut(self, after: float) -> None:
+    def _truncate(self, after: float) -> None:
         """Keep the snapshots until a time, and continue from the last due one."""
         found = PositionsReader(self._path.parent).read()
         kept = [one for one in found if one.time <= after and not one.is_last]
@@ -292,7 +292,7 @@ class PositionsReader:
     def read(self) -> list[Snapshot]:
         """Return the new snapshots.
 
-        A line that is not whole, or is something else, ends what is read: the run may be at it.
+        Reading stops at an incomplete or invalid line, which the run may still be writing.
         """
         found: list[Snapshot] = []
         try:
@@ -314,7 +314,7 @@ class PositionsReader:
 
     def _snapshot(self, line: bytes) -> Snapshot:
         if not line.endswith(b"\n"):
-            raise ValueError("the line is not whole")
+            raise ValueError("the line is incomplete")
         told = json.loads(line)
         time, names = float(told["time"]), [*self._names, *map(str, told["new"])]
         flat = np.frombuffer(base64.b64decode(told["points"], validate=True), "<i2")
@@ -323,6 +323,6 @@ class PositionsReader:
         is_known = min(told.get("clients", (0,)), default=0) >= 0
         fits = len(clients) == len(points) and points.shape[1] >= 2
         if not (fits and is_known and np.isfinite(time)):
-            raise ValueError("the line does not fit itself")
+            raise ValueError("the line contradicts itself")
         self._names = names
         return Snapshot(time, clients, points, int(told.get("updates", 0)), "last" in told)

@@ -1,4 +1,4 @@
-"""The map during a run: sketches of what clients change, and snapshots at evaluations."""
+"""The map during a run: sketches of clients' changes, and snapshots at evaluations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from raceme.features.client_map.sketches import ClientEmbedding, Sketch
 class ClientMap(Feature):
     """Writes the positions of clients, by similarity of their models, at most evaluations.
 
-    Every method has a map, even without comparing clients. It does not affect the run.
+    The map works with every method, also one that does not compare clients, and does not affect the
+    run.
     """
 
     options_type = Options
@@ -64,13 +65,13 @@ class ClientMap(Feature):
         elif isinstance(event, RunEnded):
             if self._is_missing:
                 self._write(event, self._file)
-            self._file.bring_back(event.updates)
+            self._file.restore_dropped(event.updates)
 
     def _write(self, event: Evaluated | RunEnded, file: PositionsFile) -> None:
         if self._drawn is None:
             return
         embedding, context = self._drawn
         clusters, is_last = context.clusters, isinstance(event, RunEnded)
-        clients, rows = embedding.seen_from_the_mean(clusters.models, clusters.of)
+        clients, rows = embedding.relative_to_mean(clusters.models, clusters.of)
         if len(clients) > 2:
             file.write(event.time, clients, positions_of_rows(rows), event.updates, is_last)

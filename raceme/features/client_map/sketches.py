@@ -1,9 +1,9 @@
 """Client embedding: a small vector per client with the direction of its updates.
 
-A model is kept as a sketch of 128 numbers: each of its weights is added, with a sign that was drawn
-once for all, to one of them (the count sketch of Charikar, Chen and Farach-Colton 2002). Sketches
-are linear, and inner products come out of them nearly. Of very large models only some weights are
-read, evenly spread, so that a sketch takes no longer.
+A model is stored as a sketch of 128 numbers: each weight is added to one of them, with a fixed
+random sign (the count sketch of Charikar, Chen and Farach-Colton 2002). Sketches are linear, and
+preserve inner products approximately. For very large models only a part of the weights, evenly
+spread, is used, so that the time for a sketch is bounded.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ClientEmbedding:
         """Drop the base of a task."""
         self._bases.pop(task, None)
 
-    def seen_from_the_mean(
+    def relative_to_mean(
         self, models: Mapping[int, Model], placement: Callable[[str], Weights]
     ) -> tuple[list[str], NDArray[np.float32]]:
         """Return the clients and the sketches of their models relative to the mean.

@@ -12,5 +12,5 @@ class Options:
     """Switches the measure on."""
 
     discrepancy: bool = option(
-        False, "measure after each round how far clients' models are from that of their cluster"
+        False, "measure after each round the distance of clients' models from their cluster's model"
     )

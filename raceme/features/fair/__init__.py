@@ -9,7 +9,7 @@ from raceme.core.options import option
 
 @dataclass(frozen=True)
 class Options:
-    """The shares by which influence is bounded."""
+    """The shares that bound the influence of clients."""
 
     fair: str = option(
         "auto",

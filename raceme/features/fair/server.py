@@ -1,22 +1,22 @@
-"""Fast clients wait while they are ahead of their share of the influence on models.
+"""Fast clients wait while their influence on models exceeds their share.
 
-In an asynchronous method a client that answers fast has more influence than others: more updates,
-and fresher ones, which methods weigh more. The influence x_i of a client is the sum of the weights
-α of its updates. It is bounded by its share s_i of what there would be if all clients were as fast
-as the median one:
+In an asynchronous method a fast client has more influence than others: it sends more updates, and
+fresher ones, which methods weight more. The influence x_i of a client is the sum of the weights α
+of its updates. It is bounded by the client's share s_i of the total influence that all clients
+would have if they were as fast as the median one:
 
     x_i ≤ s_i V, with V the weighted upper median of x_j / s_j over the active clients, of the
     cluster or of the run: the lower one.
 
-The sum Σ x_j is no measure: shares of it force all clients to be equal, and a fast client raises it
-at will. V is the highest level that no minority can raise; that of the run bounds attackers that
-have a cluster to themselves. Clients with half of the shares are at V or above, so that no client
-has more than twice its share of Σ x_j.
+The sum Σ x_j does not work as a bound: it would force all clients to have equal influence, and a
+fast client could raise it at will. V is the highest level that no minority can raise; the median of
+the run bounds attackers that have a cluster to themselves. Clients with half of the shares are at V
+or above, so that no client has more than twice its share of Σ x_j.
 
-Updates are not scaled, as methods compare what arrives: a client that is ahead gets its next
-request when V has risen. The bound applies to a window that slides: the smallest in which shares
-are whole updates, one for each client. So a client may be one update ahead when it gets a request,
-and one that is slower saves up one update, no more.
+Updates are not scaled, as methods compare the updates that arrive. Instead, a client that is ahead
+gets its next request when V has risen. The bound applies to a sliding window, the smallest one in
+which the shares are whole updates, one for each client. So a client may be one update ahead when it
+gets a request, and a slower client saves up at most one update.
 
 A method in rounds gives each client one update in a round, and needs no bound.
 """
@@ -63,8 +63,8 @@ class Account:
     sent_at, longest : float
         Time of its last request, and its longest time to a valid update; 0 before the first.
     works, waits, answers : bool
-        Whether it has a request, whether it waits for the others, and whether its last request led
-        to an update.
+        Whether it has a request, whether it waits for other clients, and whether its last request
+        led to an update.
     """
 
     level: float = 0.0
@@ -88,7 +88,7 @@ class FairState:
     accounts : dict[str, Account]
         Influence of each client that was asked to train.
     valid : dict[int, bool]
-        Numbers of the open requests whose update was valid.
+        Numbers of the open requests with a valid update.
     """
 
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -105,8 +105,8 @@ class Fair(Feature):
 
     def __init__(self, options: Options | None = None, config: RunConfig | None = None) -> None:
         super().__init__(options, config)
-        # Derived from the state: the active clients by cluster, and the median of each cluster and
-        # of all clients (None), as far as it was asked for.
+        # Derived from the state: the active clients by cluster, and the medians computed so far, by
+        # cluster and for all clients (None).
         self._active: dict[int, dict[str, Account]] = {}
         self._medians: dict[int | None, float] = {}
         self._changes, self._looked = 0, (-1, 0, 0, 0.0)
@@ -128,23 +128,23 @@ class Fair(Feature):
         return account.waits
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
-        """Open an account for a new client: with the level of the one furthest ahead.
+        """Open an account for a new client, at the level of the client furthest ahead.
 
-        Otherwise a new identity would be better off than the old one.
+        A lower level would reward clients that take a new identity.
         """
         if request.kind in TRAINING:
             client = request.client
             account = self.state.accounts.get(client)
             if account is None:
-                mates = self._mates(client, context).values()
+                mates = self._cluster_accounts(client, context).values()
                 account = Account(max((mate.level for mate in mates), default=0.0))
                 self.state.accounts[client] = account
             account.works, account.waits, account.sent_at = True, False, context.now()
             if self.options.fair == "examples":
                 account.share = float(max(1, context.examples(client)))
-            self._look(context)
+            self._update_active(context)
             if account.answers:
-                # It works, so it is active: no need to look at all others.
+                # A working client is active, so the active clients need not be determined anew.
                 self._active.setdefault(context.clusters.main(client), {})[client] = account
             self._medians.clear()
         return request
@@ -175,10 +175,10 @@ class Fair(Feature):
             self._report(context)
 
     def _add(self, account: Account, client: str, weight: float, context: FeatureContext) -> None:
-        """Add the weight of an update, in units of what is typical of the cluster."""
+        """Add the weight of an update, in units of a typical update of the cluster."""
         account.weight = weight
         account.total += weight
-        mates = self._mates(client, context) or {client: account}
+        mates = self._cluster_accounts(client, context) or {client: account}
         weights = [mate.weight for mate in mates.values() if mate.weight] or [weight]
         unit = median(weights) / median(mate.share for mate in mates.values())
         saved = self._median(client, context) - 1.0
@@ -186,14 +186,14 @@ class Fair(Feature):
         account.level += weight / account.share / unit
         self._medians.clear()
 
-    def _mates(self, client: str, context: FeatureContext) -> dict[str, Account]:
+    def _cluster_accounts(self, client: str, context: FeatureContext) -> dict[str, Account]:
         """Return the accounts of the active clients in a client's cluster."""
-        self._look(context)
+        self._update_active(context)
         return self._active.get(context.clusters.main(client), {})
 
     def _median(self, client: str, context: FeatureContext) -> float:
-        """Return V: the lower one of a client's cluster and of all clients."""
-        self._look(context)
+        """Return V: the lower median, of a client's cluster or of all clients."""
+        self._update_active(context)
         known, cluster = self._medians, context.clusters.main(client)
         if None not in known:
             everyone = [one for inside in self._active.values() for one in inside.values()]
@@ -201,17 +201,17 @@ class Fair(Feature):
         if cluster not in self._active:
             return known[None]
         if cluster not in known:
-            # With one cluster, its median is that of all.
+            # With one cluster, its median is that of all clients.
             is_only = len(self._active) == 1
             known[cluster] = (
                 known[None] if is_only else upper_median(self._active[cluster].values())
             )
         return min(known[None], known[cluster])
 
-    def _look(self, context: FeatureContext) -> None:
+    def _update_active(self, context: FeatureContext) -> None:
         """Find the active clients of each cluster, once after each change.
 
-        A client that does not answer, or that the method leaves idle, is not waited for.
+        Clients that do not answer, or that the method leaves idle, are not active.
         """
         now, updates, online = context.now(), context.updates, context.online
         looked = (self._changes, updates, online, now)
@@ -244,7 +244,7 @@ class Fair(Feature):
 def upper_median(accounts: Iterable[Account]) -> float:
     """Return the highest level that no minority can raise: the upper median, weighted by shares.
 
-    Without any accounts it is infinite: no client is bounded.
+    Without accounts it is infinite, so that no client is bounded.
     """
     ordered = sorted([(account.level, account.share) for account in accounts])
     half, below = sum([share for _, share in ordered]) / 2, 0.0

@@ -1,4 +1,4 @@
-"""A model of each client's own beside the one that it receives."""
+"""A model of each client's own, in addition to the model that it receives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ OWN_MODEL = "own-model"
 RULE = "own-rule"
 """Setting of training: the rule by which the client's own model is trained and used."""
 TRIED = "tried"
-"""Rule: train it from itself, and compare it with the trained received model."""
+"""Rule: train it from its former weights, and compare it with the trained received model."""
 ALONE = "alone"
-"""Rule: train it from itself on all samples, and use it as it is."""
+"""Rule: train it from its former weights on all samples, and use it unmixed."""
 MIXED = "mixed"
 """Rule: train it from its mixture with the received model."""
 SKIPPED = "skipped"
-"""Rule: leave it as it is; a client without one takes the trained received model."""
+"""Rule: do not train it; a client without one takes the trained received model."""
 OWN_SCORE, COMMON_SCORE = "own-score", "common-score"
 """Metrics of a reply: scores on the kept samples of the client's own model, or of the mixture in
 use, and of the received model."""

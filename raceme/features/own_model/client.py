@@ -1,8 +1,8 @@
 """The client half: training of the client's own model, and its mixture with the received one.
 
-It never leaves the client, which uses a mixture of the two, as in APFL (Deng et al. 2020), with a
-share by samples that neither has been trained on. How it is trained is decided for all clients of
-a cluster together, by what each reports of these samples: see :mod:`.server`.
+The own model never leaves the client. The client uses a mixture of both models, as in APFL (Deng et
+al. 2020), whose shares depend on samples that neither model was trained on. The clients' reports on
+these samples determine how the own models of a whole cluster are trained; see :mod:`.server`.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ def train_own_model(
     Parameters
     ----------
     received : ArrayRecord
-        The model that was trained just now; the trained one is in the client's network.
+        The model as received; the client's network has the model trained from it.
     settings : TrainingSettings
-        As of that training. The own model is not kept near the model that it starts from.
+        Settings of that training. The own model is trained without a proximal term.
 
     Returns
     -------
     dict[str, float]
-        Scores on the kept samples, as metrics of the reply: under the rule TRIED of the own model
-        and of the received one's mixture with itself after this task, under MIXED of the mixture
-        in use and the received model before it; none otherwise.
+        Scores on the kept samples, as metrics of the reply. Under the rule TRIED, those of the own
+        model and of the received model mixed with its trained version; under MIXED, those of the
+        mixture in use and of the received model before training; none otherwise.
     """
     rule, state = str(work.settings.get(RULE, MIXED)), work.state
-    client = work.client if rule == ALONE else _validating(work)
+    client = work.client if rule == ALONE else _with_validation_samples(work)
     network, kept = client.network, client.validation
     if rule == SKIPPED:
         if _OWN not in state and is_usable(network.weights):
@@ -72,7 +72,7 @@ def train_own_model(
     trained = network.write(ModelSpec.of(received)) if rule == TRIED else received
     spec, own = work.receive(received), state.array_records.get(_OWN)
     if own is not None and rule != ALONE and _trains_alone(work):
-        # It has been trained on the samples that are kept from now on.
+        # It was trained on samples that are held out from now on.
         own = None
     scores = dict[str, float]()
     if own is not None and kept is not None and rule == MIXED:
@@ -88,7 +88,7 @@ def train_own_model(
     train_locally(network, client.train, settings, work.generator(part=1), {})
     if own is not None and kept is not None and rule == TRIED:
         scores[OWN_SCORE] = evaluate(network, kept)[0]
-    # A training that diverged must not spoil all that follow.
+    # The result of a diverged training must not enter the client's state.
     if is_usable(network.weights):
         state[_OWN] = network.write(spec)
     state[_USE] = ConfigRecord({RULE: rule})
@@ -96,10 +96,10 @@ def train_own_model(
 
 
 def use_mixture(work: ClientWork) -> None:
-    """Mix the received model with the client's own, by how well it does on validation samples.
+    """Mix the received model with the client's own, by their losses on validation samples.
 
-    A client that has not trained yet, or has a single sample, uses the received model; one that
-    trains alone its own.
+    A client that has not trained yet, or has a single sample, uses the received model; a client
+    that trains its own model alone uses only this.
     """
     if _OWN not in work.state:
         return
@@ -107,7 +107,7 @@ def use_mixture(work: ClientWork) -> None:
     if _trains_alone(work):
         work.client.network.read(own)
     else:
-        _mix(_validating(work), own)
+        _mix(_with_validation_samples(work), own)
 
 
 def _trains_alone(work: ClientWork) -> bool:
@@ -116,7 +116,7 @@ def _trains_alone(work: ClientWork) -> bool:
 
 
 def _mix(client: LocalClient, own: ArrayRecord) -> None:
-    """Mix the model in the client's network with another, if there are samples to choose by."""
+    """Mix the model in the client's network with another, if there are validation samples."""
     if client.validation is not None:
         start = client.network.write(ModelSpec.of(own))
         losses = _losses_of_mixtures(client, client.validation, own)
@@ -124,7 +124,7 @@ def _mix(client: LocalClient, own: ArrayRecord) -> None:
         client.network.read(_mixtures(start, own)(share))
 
 
-def _validating(work: ClientWork) -> LocalClient:
+def _with_validation_samples(work: ClientWork) -> LocalClient:
     """Return the client with validation samples, unless it has too few samples."""
     if work.client.validation is not None or len(work.client.train) < 2:
         return work.client
@@ -132,13 +132,13 @@ def _validating(work: ClientWork) -> LocalClient:
 
 
 def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRecord]:
-    """Return the mixture of a received model and the client's own, given the share of its own."""
+    """Return a function from the share of the client's own model to the mixture."""
     spec = ModelSpec.of(own)
     received, end = spec.unpack(start), spec.unpack(own)
 
     def mixture(share: float) -> ArrayRecord:
         if share == 1.0:
-            # Not even the precision of the own model depends on the received one.
+            # The own model is unchanged bit for bit, whatever the received model is.
             return own
         mixed = np.asarray(received + np.float32(share) * (end - received), np.float32)
         spec.copy_counters(received, mixed)
@@ -150,7 +150,7 @@ def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRe
 def _losses_of_mixtures(client: LocalClient, kept: Samples, own: ArrayRecord) -> Losses:
     """Return the losses under mixtures of the network's model and the client's own.
 
-    The network has its model again in the end.
+    At the end the network has its former weights again.
     """
     network = client.network
     start = network.write(ModelSpec.of(own))
@@ -160,10 +160,10 @@ def _losses_of_mixtures(client: LocalClient, kept: Samples, own: ArrayRecord) ->
         network.read(mixture(share))
         row[...] = sample_losses(network, kept)
     network.read(start)
-    # The loss of a model that overflows is finite here, and the largest.
+    # For a model that overflows, the loss is replaced by the largest finite number.
     return np.where(losses < _HUGE_LOSS, losses, _HUGE_LOSS)
 
 
 def _mean_share(weights: NDArray[np.float64]) -> float:
-    """Return the mean of the shares that are compared, given a weight of each."""
+    """Return the weighted mean of the compared shares."""
     return float(weights @ SHARES / weights.sum())

@@ -1,13 +1,13 @@
-"""The server half: how own models are trained, decided by all clients of a cluster together.
+"""The server half: how own models are trained, a decision for each cluster.
 
-The few samples that one client keeps hardly tell whether others' models help it; those of all
-clients of a cluster do. Where groups of clients have been found, own models are trained from
-mixtures with the received model. Where none have, own models are first trained from themselves, and
-clients report how well they do, and how well the received model does after a task, mixed with what
-it was, on samples that train neither. If own models are better beyond chance, and
-not less and less so, clients of the cluster train them alone from then on, with all samples;
-otherwise from mixtures. These are trained
-with each task as long as mixtures are better than the received model, else now and then.
+The few validation samples of one client hardly show whether other clients' models help it; the
+samples of all clients of a cluster do. If there are several clusters, own models are trained from
+mixtures with the received model. If there is one, a trial comes first: own models are trained from
+their former weights, and clients report scores on samples that train neither model, of their own
+model and of the received model after a task, mixed with its former weights. If own models are
+significantly better, and their lead does not shrink, the cluster's clients train them alone from
+then on, with all samples; otherwise from mixtures. Own models are then trained with each task while
+mixtures are better than the received model, and else only now and then.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ if TYPE_CHECKING:
     from raceme.core.strategy import Needs
 
 _SURE, _LIKELY = 0.99, 0.9
-"""Probabilities at which a difference is found before a trial ends, and at its end."""
+"""Probabilities from which on a difference is significant: during a trial, and at its end."""
 _FEWEST = 4
-"""Least number of clients with comparisons for a decision by them."""
+"""Least number of clients with comparisons for a decision."""
 _MIXED, _ALONE, _LONGEST, _SHRINKING = 6.0, 8.0, 12.0, 24.0
-"""Comparisons per client before which no cluster leaves its trial for mixtures, or trains alone,
-and after which trials end, also those in which the received model catches up. What learns faster at
-first need not be better in the end."""
+"""Comparisons per client: before the first number no trial ends with mixtures, before the second
+none ends with training alone. A trial ends at the third number, or at the fourth if the received
+model catches up: models that learn faster at first need not be better in the end."""
 _USED = 4.0
-"""Comparisons per client of mixtures with received models before mixtures can be of no use."""
+"""Comparisons per client of mixtures with received models before mixtures can count as useless."""
 _OFTEN = 32
-"""Decisions of a cluster per update of each member, at most."""
+"""Most decisions of a cluster per update of each member."""
 _RARELY = 4
-"""Every so many tasks an own model is trained that is of no use."""
+"""Interval, in tasks, in which useless own models are trained."""
 _NEWEST, _LONGER = 0.5, 0.2
-"""Weights of a client's newest comparison in their means: models change."""
+"""Weights of a client's newest comparison in the running means."""
 
 
 @dataclass
-class Comparison:
-    """A client's comparisons of its own model, or the mixture in use, with the received model.
+class ModelComparison:
+    """A client's comparisons of its own model, or of the mixture in use, with the received model.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Comparison:
     rule : str
         Rule of the tasks.
     better, before : float
-        Means of the differences of scores, the first of the newest ones.
+        Running means of the score differences: a fast one, and a slow one.
     count : int
         Number of tasks.
     """
@@ -82,7 +82,7 @@ class Comparison:
     count: int = 0
 
     def add(self, better: float) -> None:
-        """Add a difference; NaN, of a client that reports none, counts as none found."""
+        """Add a difference; NaN, if the client reports none, counts as 0."""
         self.count += 1
         newest, longer = (1.0, 1.0) if self.count == 1 else (_NEWEST, _LONGER)
         found = better if math.isfinite(better) else 0.0
@@ -96,19 +96,19 @@ class OwnModelState:
 
     Attributes
     ----------
-    comparisons : dict[str, Comparison]
+    comparisons : dict[str, ModelComparison]
         Comparisons of each client, under the present rule of its cluster.
     rules : dict[int, str]
         Decisions, by cluster.
     seldom : list[int]
-        Clusters of rule MIXED in which mixtures are no better than the received model.
+        Clusters with rule MIXED whose mixtures are not better than the received model.
     tasks : dict[str, int]
-        Tasks sent to each client of these.
+        Tasks sent to each client of these clusters.
     asked : dict[str, str]
         Rule of the last task sent to each client.
     """
 
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    comparisons: dict[str, ModelComparison] = field(default_factory=dict)
     rules: dict[int, str] = field(default_factory=dict)
     seldom: list[int] = field(default_factory=list)
     tasks: dict[str, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class OwnModel(Feature):
     state: OwnModelState
 
     def resolved(self, needs: Needs) -> Mapping[str, Any]:
-        """Leave ``own-model`` to the method, unless there are no samples to validate with."""
+        """Let the method decide on ``own-model``, unless there are no samples for validation."""
         if self.options.own_model is not None:
             return {}
         assert self.config is not None, "only runs with keys are resolved"
@@ -133,12 +133,12 @@ class OwnModel(Feature):
         return {"own_model": wanted}
 
     def check(self, needs: Needs) -> None:
-        """Check that there are samples to validate with, and whole models to mix."""
+        """Check that there are samples for validation, and whole models to mix."""
         assert self.config is not None, "only runs with keys are checked"
         if names.COMPLETED_BY in needs.test_settings:
             raise UserError(
-                f"own-model mixes whole models, and clients of {self.config.strategy} complete "
-                "what they receive in another way: leave it out."
+                f"own-model mixes whole models, but clients of {self.config.strategy} complete "
+                f"received models in another way: leave it out."
             )
         if self.config.validation_share == 0:
             raise UserError(
@@ -146,25 +146,26 @@ class OwnModel(Feature):
             )
 
     def on_start(self, training: dict[str, Any], tests: dict[str, Any]) -> None:
-        """Ask for the models; all samples train the model that is uploaded."""
+        """Request own models; the uploaded model is trained on all samples."""
         share = training.pop(names.VALIDATION_SHARE, names.DEFAULT_VALIDATION_SHARE)
         training[OWN_MODEL] = self._share = share
         tests |= {names.COMPLETED_BY: MIXTURE, OWN_MODEL: share}
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
-        """Charge for the training of the own model, and the tests of mixtures or of both models."""
+        """Return the cost of training the own model, and of testing mixtures or both models."""
         kept, rule = float(settings.get(OWN_MODEL, 0.0)), settings.get(RULE)  # type: ignore[arg-type]
         if not kept or rule == SKIPPED:
             return 0.0
         if rule == ALONE:
             return 1.0
         tests = len(SHARES) + 2
-        # By steps, a task takes as long with fewer samples. A trial keeps them in both trainings.
+        # Tasks in steps take as long with fewer samples. In a trial both trainings hold out
+        # samples.
         spared = 0.0 if settings.get(names.LOCAL_STEPS) else kept * (2 if rule == TRIED else 1)
         return 1.0 - spared + kept * names.forward_cost(settings, examples, tests)
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
-        """State the rule; short tasks, such as probes, train no own model."""
+        """State the rule in the request; short tasks, such as probes, train no own model."""
         cluster = context.clusters.main(request.client)
         rule = self._rule(cluster, context)
         if names.TASK_SHARE in request.settings:
@@ -186,17 +187,17 @@ class OwnModel(Feature):
             return update
         known = self.state.comparisons.get(client)
         if known is None or (known.cluster, known.rule) != (cluster, rule):
-            known = self.state.comparisons[client] = Comparison(cluster, rule)
+            known = self.state.comparisons[client] = ModelComparison(cluster, rule)
         own, common = (update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE))
-        # Errors are better if they are smaller.
+        # For errors, smaller is better.
         known.add((own - common) * (-1 if context.spec.outputs == 1 else 1))
-        # Members are counted at each decision: rarely in a large cluster.
+        # A decision counts all members, so it is rare in a large cluster.
         if context.updates % max(1, context.clusters.size(cluster) // _OFTEN) == 0:
             self._decide(cluster, rule, context)
         return update
 
     def _rule(self, cluster: int, context: FeatureContext) -> str:
-        """Return a cluster's rule; one of several needs no trial, since its clients are alike."""
+        """Return a cluster's rule; several clusters need no trial, as their clients are alike."""
         is_only = len(context.clusters.models) == 1
         return self.state.rules.get(cluster, TRIED if is_only else MIXED)
 
@@ -205,7 +206,7 @@ class OwnModel(Feature):
         members, state = context.clusters.clients(cluster), self.state
         found = [state.comparisons.get(client) for client in members]
         known = [one for one in found if one and (one.cluster, one.rule) == (cluster, rule)]
-        # A client that a feature excludes, or has gone offline, counts as none.
+        # Clients that are offline, or that a feature excludes, do not count.
         if not known or 2 * len(known) < len(members):
             return
         tasks = statistics.fmean(one.count for one in known)
@@ -220,7 +221,7 @@ class OwnModel(Feature):
         if tasks >= _MIXED and chance <= 1 - _SURE:
             state.rules[cluster] = MIXED
         elif chance >= _LIKELY and tasks < _SHRINKING and _is_shrinking(known):
-            # The received model catches up: it learns more slowly, or was under attack.
+            # The received model catches up, as it learns more slowly or was under attack.
             return
         elif tasks >= _ALONE and chance >= _SURE:
             state.rules[cluster] = ALONE
@@ -228,19 +229,19 @@ class OwnModel(Feature):
             state.rules[cluster] = ALONE if chance >= _LIKELY else MIXED
 
 
-def _is_shrinking(known: Sequence[Comparison]) -> bool:
-    """Return whether clients' own models have likely been further ahead before."""
+def _is_shrinking(known: Sequence[ModelComparison]) -> bool:
+    """Return whether the lead of clients' own models has probably shrunk."""
     return chance_above_zero([one.better - one.before for one in known]) <= 1 - _LIKELY
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
     """Return the probability that a distribution has a mean above 0, given values drawn from it.
 
-    By Student's t. A half if there are fewer than two values, or all are 0.
+    By Student's t distribution; 0.5 if there are fewer than two values, or all are 0.
     """
     if len(values) < 2 or not any(values):
         return 0.5
-    # A device has no scipy, and a run without own models need not wait for it.
+    # Imported late: a device has no scipy, and other runs do not need it.
     from scipy.special import stdtr
 
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))

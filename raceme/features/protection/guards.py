@@ -1,30 +1,32 @@
 """Protection against poisoned updates.
 
-With any method, an update w_i is judged before the method receives it, by Δ_i = w_i − the model
-that the client was sent, against the last updates of other clients of the same cluster. No data on
-the server are needed. Accepted updates are unchanged, bit by bit.
+A guard judges each update w_i before the method receives it. It compares the change
+Δ_i = w_i − base, with the base that the client was sent, with the last updates of other clients of
+the same cluster. It needs no data on the server. Accepted updates are unchanged, bit by bit.
 
 `norm` bounds the length of Δ_i by a multiple of the median length. `filter` also compares
-directions. As AsyncFilter (Kang and Li, Middleware 2024) it judges each update against the last
-ones of others, whatever their staleness; unlike it, it excludes no client of a fleet that agrees,
-and it decides by a client's record over many updates, not by one update.
+directions. Like AsyncFilter (Kang and Li, Middleware 2024) it compares each update with the last
+ones of other clients, whatever their staleness. Unlike AsyncFilter, it excludes no client of a
+fleet that agrees, and decides by a client's record over many updates, not by one update.
 
-`trust` is for attackers that know the other two. It bounds lengths closely, by the clients of the
-same cluster that are online. It refuses at once what the largest set of clients that agree
+`trust` is for attackers that know the other two. It bounds lengths tightly, by those of the online
+clients of the same cluster. It refuses at once an update that the largest agreeing set of clients
 contradicts: a majority of clients decides, as in FLAME (Nguyen et al., USENIX Security 2022). Each
-has one vote, and less if it agrees with more others than the median client, or a few attackers that
-send alike would make up for all honest clients that have little in common (late in training these
-are nearly orthogonal); equal updates bear each other out no more (FoolsGold, Fung et al., RAID
-2020). An attacker near the bound is contradicted in many of its updates, not in all, an honest
-client in few: one that is often contradicted is treated so throughout.
+client has one vote, and less if it agrees with more clients than the median client does; otherwise
+a few attackers that send similar updates would outweigh all honest clients, whose updates are
+nearly orthogonal late in training. Equal updates do not support each other (FoolsGold, Fung et al.,
+RAID 2020). Many, but not all, updates of an attacker near the bound are contradicted, and few
+updates of an honest client. A client whose updates are often contradicted is therefore refused
+throughout.
 
-Where one model serves all, it takes away from the others the part that points against the mean of
-clients that send something else, as conflicting gradients are projected (Yu et al., NeurIPS 2020):
-an update may go its own way, but not back. With clusters, what would be refused is cut to a short
-length instead, as an honest client in a cluster that is not its own agrees with no other either.
-Where one model serves all and the server has samples of each distribution, these decide instead: an
-update must lower the loss on one of the sets nearly as far as others' do (Zeno++, Xie et al., ICML
-2020, for one set).
+If one model serves all clients, `trust` removes from accepted updates the component that points
+against the mean of other clients, as conflicting gradients are projected (Yu et al., NeurIPS 2020).
+With clusters, updates that would be refused are scaled to a short length instead, since an honest
+client in a wrong cluster agrees with no other client, either.
+
+If one model serves all clients and the server has samples of each distribution, these decide
+instead: an update must lower the loss on one of the sets nearly as far as other clients' updates do
+(Zeno++, Xie et al., ICML 2020, for one set).
 """
 
 from __future__ import annotations
@@ -48,42 +50,42 @@ from raceme.core.requests import Update
 from raceme.features.protection import Options
 
 Home = Callable[[str], int | None]
-"""Returns the cluster of a client; None for one that has none yet."""
+"""Returns the cluster of a client; None for a client without one."""
 Losses = Callable[[Sequence[Vector], int], NDArray[np.float32]]
 """Returns the losses of models on the samples of one of the server's proxy sets."""
 Gain = Callable[[], float]
 """Returns the largest share of the loss on a proxy set that an update removes."""
 
 FEWEST = 5
-"""Other clients of which updates must be known to compare one with."""
+"""Least number of other clients with known updates for a comparison."""
 _STRONG = 0.35
-"""Cosine from which on two updates agree or disagree; of unrelated ones it is about 0."""
+"""Absolute cosine from which on two updates agree or disagree; unrelated ones have about 0."""
 _KEPT = 0.9
-"""Share of a client's record that is left when its next update is added."""
+"""Factor on a client's record when its next update is added."""
 _FIRST_JUDGED = 3
 """Updates of a client after which its record counts."""
 _MOST_KNOWN = 0.9
-"""Share of the clients of which an update must be known before directions are judged."""
+"""Share of the clients with a known update from which on directions are judged."""
 _LONGEST_WAIT = 10
-"""Updates for each client after which directions are judged all the same: some may stay silent."""
+"""Updates per client after which directions are judged in any case: some clients may be silent."""
 _LEAST_TYPICAL = 0.2
-"""Agreement of the median client below which directions say nothing."""
+"""Agreement of the median client below which directions carry no information."""
 
 
 _FEWEST_MATES = 3
-"""Other clients of a cluster with which `trust` compares a client alone, not with all."""
+"""Least number of other clients of a cluster; with fewer, `trust` compares with all clients."""
 _TWIN = 0.99
-"""Cosine from which on updates of two clients are the same; of honest ones it was 0.983 at most."""
+"""Cosine from which on two clients' updates count as equal; honest ones reached at most 0.983."""
 _PAIR = 0.3
-"""Cosine from which on two clients speak for or against each other in a vote."""
+"""Absolute cosine from which on two clients vote for or against each other."""
 _VOTED_OUT = -0.5
 """Sum of votes c |c| below which an update is contradicted."""
 _OFF_CENTRE = -0.4
 """Cosine with the mean direction of others below which an update is contradicted."""
 _OPPONENT = 0.25
-"""Share of a client's updates, by length, from which on the others count as contradicted, too."""
+"""Share of contradicted updates of a client, by length, from which on all of them count as such."""
 _TO_MODEL = 10.0
-"""Longest update in lengths of the model that it started from, while there is nothing else."""
+"""Largest length of an update, relative to its base model, if no other updates are known."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class WindowOptions:
 
 
 @dataclass(frozen=True)
-class ShareOptions(WindowOptions):
+class ExclusionOptions(WindowOptions):
     """Options of protections that exclude clients by their record."""
 
     protection_share: float = option(
@@ -117,12 +119,12 @@ class NormOptions(WindowOptions):
 
 
 @dataclass(frozen=True)
-class FilterOptions(NormOptions, ShareOptions):
+class FilterOptions(NormOptions, ExclusionOptions):
     """Options of `filter`."""
 
 
 @dataclass(frozen=True)
-class TrustOptions(ShareOptions):
+class TrustOptions(ExclusionOptions):
     """Options of `trust`."""
 
     protection_length: float = option(
@@ -137,9 +139,9 @@ class Record:
     Attributes
     ----------
     total, length : float
-        Sums of agreement times length and of lengths; the weight of former updates decays.
+        Sum of agreements weighted by length, and sum of lengths; former updates decay.
     contradicted : float
-        Sum of the lengths of updates that were contradicted, with the same decay.
+        Sum of the lengths of contradicted updates, with the same decay.
     updates : int
         Number of compared updates.
     """
@@ -163,7 +165,7 @@ class Record:
 
     @property
     def is_opponent(self) -> bool:
-        """Whether so many of its updates were contradicted that it does more harm than good."""
+        """Whether the share of its contradicted updates reaches the limit."""
         return self.updates >= _FIRST_JUDGED and self.opposition > _OPPONENT
 
     @property
@@ -187,11 +189,11 @@ class GuardState:
     excluded : dict[str, bool]
         Clients whose updates are refused for their record.
     newcomers : Record
-        Agreement of all clients' first updates together.
+        Common record of all clients' first updates.
     gains : dict[str, float]
         Gain of each client's last update on the server's proxy sets.
     judged : int
-        Number of updates judged by direction, or that could have been.
+        Number of updates with a direction so far, judged by it or not.
     """
 
     lengths: dict[str, float] = field(default_factory=dict)
@@ -214,7 +216,7 @@ class Judged:
     delta : Vector
         Δ_i, its weights only. Shape (weights,).
     start : float
-        Length of the model that it started from.
+        Length of its base model.
     home : Callable
         Returns the cluster of a client.
     online : int
@@ -243,7 +245,7 @@ class Judged:
 
     @cached_property
     def direction(self) -> Vector:
-        """Δ_i / ‖Δ_i‖, of an update that is not zero. Shape (weights,)."""
+        """Δ_i / ‖Δ_i‖; Δ_i must not be zero. Shape (weights,)."""
         return np.asarray(self.delta / np.float32(self.length))
 
 
@@ -262,7 +264,7 @@ class Ruling:
     reason : str
         Reason in words without numbers; empty for an accepted update.
     weights : Vector, optional
-        Δ_i for the method, if it is no multiple of the client's. Shape (weights,).
+        Δ_i for the method, if it is not a multiple of the client's. Shape (weights,).
     """
 
     verdict: Verdict = Verdict.ACCEPTED
@@ -286,8 +288,8 @@ _BACKWARDS = "a part of an update that points against those of others"
 class Guard(Feature):
     """Judges updates. A protection is a subclass.
 
-    An excluded client counts as offline for the method, so that no other client waits for a
-    comparison with it; it keeps its cluster and is still tested.
+    An excluded client counts as offline for the method, so that no other client waits for it. It
+    keeps its cluster and is still tested.
 
     Attributes
     ----------
@@ -311,7 +313,7 @@ class Guard(Feature):
                 raise ValueError(f"a remembered update of shape {vector.shape}, not {weights}")
 
     def on_update(self, update: Update, context: FeatureContext) -> Update | Refusal:
-        """Return an update as far as the ruling on it allows, and report a ruling."""
+        """Judge an update; return it as changed by the ruling, or a refusal; report the ruling."""
         client, spec, home = update.task.client, context.spec, context.clusters.home
         base, probe = context.base(update), context.probe
         delta = np.asarray(update.vector - base)
@@ -334,7 +336,7 @@ class Guard(Feature):
         context.report(UpdateJudged(now, client, verdict, measured, bound, reason, home(client)))
         if client in self.state.excluded:
             context.exclude(client)
-        if verdict.keeps_out:
+        if verdict.is_withheld:
             return Refusal(reason)
         if verdict is Verdict.READMITTED:
             context.readmit(client)
@@ -371,12 +373,12 @@ class NoProtection(Guard):
 
 
 class _Compares(Guard):
-    """Common part of protections that compare an update with other clients' last ones."""
+    """Common part of protections that compare an update with the last updates of other clients."""
 
     options: Any
 
     def _others(self, client: str, home: Home | None = None) -> list[str]:
-        """Return the other clients that are remembered; with `home` those of the same cluster."""
+        """Return the other clients with a stored update; with `home` those of the same cluster."""
         others = [other for other in self.state.lengths if other != client]
         if home is None or (cluster := home(client)) is None:
             return others
@@ -401,10 +403,11 @@ class _Compares(Guard):
         return known < most and state.judged <= _LONGEST_WAIT * update.online
 
     def _agreement(self, direction: Vector, others: list[str]) -> float:
-        """Return how far an update agrees with those of others: from −2 to 2.
+        """Return the agreement of an update with others, from −2 to 2.
 
-        The largest cosine, which is small for what no other client sends; and of the strong cosines
-        c the balance Σ c |c| / Σ c²: −1 for what points against others, 1 for what all agree with.
+        It is the sum of two numbers: the largest cosine, which is small if no other client sends a
+        similar update; and, over the strong cosines c, the balance Σ c |c| / Σ c², which is −1 if
+        the update points against the others and 1 if all agree with it.
         """
         directions = self.state.directions
         cosines = np.array([np.dot(directions[other], direction) for other in others], np.float64)
@@ -438,9 +441,9 @@ class _Compares(Guard):
         return ruling
 
     def _scores(self, cluster: int | None, home: Home, client: str) -> dict[str, float]:
-        """Return the scores of a client and of the remembered ones of a cluster.
+        """Return the scores of a client and of the cluster's clients with a record.
 
-        Those whose updates are often contradicted bear each other out, and have no say.
+        Clients whose updates are often contradicted are left out, as they support each other.
         """
         records = self.state.records
         return {
@@ -462,7 +465,7 @@ class NormProtection(_Compares):
     def judge(self, update: Judged) -> Ruling:
         """Judge an update by its length alone, against those of other clients."""
         ruling = self._by_length(update)
-        # Refused updates are stored too: only half of all clients could shift the median.
+        # Refused updates are stored, too: fewer than half of the clients cannot shift the median.
         self._remember(update)
         return ruling
 
@@ -472,7 +475,7 @@ class NormProtection(_Compares):
         if len(others) < FEWEST:
             others = self._others(update.client)
         if len(others) < FEWEST:
-            # Before there is anything to compare with, the model itself is the measure.
+            # Without other updates, the length is compared with that of the base model.
             bound = self.options.protection_factor * update.start
             if not 0.0 < bound < length:
                 return _ACCEPTED
@@ -489,26 +492,27 @@ class NormProtection(_Compares):
 
 
 class FilterProtection(NormProtection):
-    """Clients whose updates point where no others do, or against them, are excluded."""
+    """Clients whose updates agree with no others, or point against them, are excluded."""
 
     options_type = FilterOptions
     options: FilterOptions
 
     def judge(self, update: Judged) -> Ruling:
-        """Judge the length, and then the client's record of directions, this update's included.
+        """Judge the length, and then the client's record of directions, including this update's.
 
-        An excluded client goes on being asked and judged: if it comes to agree, it is let in again.
+        An excluded client still gets work, and its updates are still judged: if they agree with
+        others again, it is readmitted.
         """
         ruling = super().judge(update)
         if ruling.verdict is Verdict.REFUSED or not update.length:
             return ruling
         client, directions = update.client, self.state.directions
         others = [other for other in self._others(client, update.home) if other in directions]
-        # With clusters there is no wait: these form from the first updates.
+        # With clusters directions are judged at once, as clusters form from the first updates.
         if update.one_model and self._waits(update, self._others(client)):
             others = []
         if len(others) >= FEWEST:
-            # An update is never heavier than what a method would get of it.
+            # In the record an update weighs at most as much as its scaled version.
             record = self.state.records.setdefault(client, Record())
             record.add(self._agreement(update.direction, others), update.length * ruling.scale)
         directions[client] = update.direction
@@ -522,11 +526,11 @@ class TrustProtection(_Compares):
     options: TrustOptions
 
     def judge(self, update: Judged) -> Ruling:
-        """Judge the length, then whether others contradict the update, then the client's record.
+        """Judge the length, then contradiction by other clients, then the client's record.
 
-        With clusters, too, directions count only once updates of most clients are known: before, a
-        fast client is opposed by all that are known if those like it are slow. Lengths are bounded
-        meanwhile.
+        Also with clusters, directions count only once updates of most clients are known: before,
+        all known clients may oppose a fast client whose similar clients are slow. Lengths are
+        bounded from the start.
         """
         state, client, length = self.state, update.client, update.length
         others, mates = self._present(update), self._present(update, update.home)
@@ -559,7 +563,7 @@ class TrustProtection(_Compares):
                     weights = np.float32(length * ruling.scale) * (direction - against)
                     ruling = Ruling(Verdict.SCALED, ruling.scale, cosine, 0.0, _BACKWARDS, weights)
             if not waits:
-                # A client in a cluster that is not its own has those that agree elsewhere.
+                # A client in a wrong cluster agrees with clients of other clusters.
                 agreement = max(
                     self._distinct_agreement(direction, near) for near in (mates, others)
                 )
@@ -573,32 +577,32 @@ class TrustProtection(_Compares):
                     refusal = Ruling(Verdict.REFUSED, 0.0, measured, _OPPONENT, _OPPOSES)
         state.directions[client] = direction
         if refusal is None or client not in state.excluded:
-            # No client is let in again with an update that others contradict.
+            # No client is readmitted with an update that others contradict.
             ruling = self._by_record(update, ruling)
-        if refusal is not None and not ruling.verdict.keeps_out:
+        if refusal is not None and not ruling.verdict.is_withheld:
             ruling = refusal
         if update.one_model or ruling.verdict is not Verdict.REFUSED:
             return ruling
         return self._shortened(update, bound / self.options.protection_length, ruling)
 
     def _present(self, update: Judged, home: Home | None = None) -> list[str]:
-        """Return the other clients that are online: identities that are given up have no vote."""
+        """Return the other clients that are online, as abandoned identities must not vote."""
         others, is_online = self._others(update.client, home), update.is_online
         return [other for other in others if is_online is None or is_online(other)]
 
     def _shortened(self, update: Judged, typical: float, ruling: Ruling) -> Ruling:
-        """Let a refused update pass at a short length.
+        """Accept a refused update, scaled to a short length.
 
-        With clusters an honest client in one that is not its own agrees with no other, too. Refused
-        for good, it could not move that cluster's model, and would stay alone.
+        With clusters, an honest client in a wrong cluster agrees with no other client, either. If
+        its updates were always refused, it could never change that cluster's model.
         """
         scale = min(1.0, self.options.protection_share * typical / update.length)
         return replace(ruling, verdict=Verdict.SCALED, scale=scale)
 
     def _by_record(self, update: Judged, ruling: Ruling) -> Ruling:
-        """Judge a client too new for a record of its own by the common one of new clients.
+        """Judge a client that is too new for a record by the common record of new clients.
 
-        Otherwise each new identity could send two updates of any direction.
+        Without it, each new identity could send two updates of any direction.
         """
         ruled, state = super()._by_record(update, ruling), self.state
         record = state.records.get(update.client)
@@ -617,7 +621,7 @@ class TrustProtection(_Compares):
         return Ruling(Verdict.REFUSED, 0.0, newcomers.score, bound, _NEW_DISAGREE)
 
     def _by_gain(self, update: Judged, others: list[str], ruling: Ruling) -> Ruling | None:
-        """Refuse an update that gains far less than those of others; None if gains say nothing."""
+        """Refuse an update with a far smaller gain than others; None if gains show nothing."""
         if update.gain is None:
             return None
         records, gain = self.state.gains, update.gain()
@@ -629,13 +633,13 @@ class TrustProtection(_Compares):
         return ruling if gain >= bound else Ruling(Verdict.REFUSED, 0.0, gain, bound, _NO_GAIN)
 
     def _distinct_agreement(self, direction: Vector, others: list[str]) -> float:
-        """Return the agreement with those of some clients that do not send the same."""
+        """Return the agreement with some clients' updates, without equal ones."""
         known = self.state.directions
         single = [name for name in others if name in known and known[name] @ direction < _TWIN]
         return self._agreement(direction, single) if single else 0.0
 
     def _longest(self, others: list[str], start: float) -> float:
-        """Return the length that an update may have; of few others the shortest is the measure."""
+        """Return the largest permitted length of an update; of few others the shortest counts."""
         lengths = [self.state.lengths[other] for other in others]
         if not lengths:
             return _TO_MODEL * start
@@ -662,17 +666,17 @@ def gain_of(losses: Losses, sets: int, before: Vector, after: Vector) -> float:
 
 
 def opposed(direction: Vector, others: Vector) -> tuple[Vector, float]:
-    """Return the part of a direction along what others do, and its cosine with that.
+    """Return a direction's component along the mean of others, and its cosine with that mean.
 
-    An other with cosine c counts by 1 − max(c, 0), so that clients that collude, with whatever
-    noise of their own, do not bear each other out.
+    Another client with cosine c has the weight 1 − max(c, 0), so that colluding clients do not
+    support each other, whatever noise they add.
 
     Parameters
     ----------
     direction : Vector
         Of length 1. Shape (weights,).
     others : Vector
-        Those of other clients. Shape (clients, weights).
+        Directions of other clients. Shape (clients, weights).
     """
     centre = (1 - np.maximum(others @ direction, 0.0)) @ others
     centre /= max(float(np.linalg.norm(centre)), 1e-6)
@@ -683,11 +687,11 @@ def opposed(direction: Vector, others: Vector) -> tuple[Vector, float]:
 def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
     """Return how far the first direction is contradicted, and the directions that agree.
 
-    Whichever is contradicted most is left out until none is, so that those that are left out, and
-    the order in which clients are heard, have no say. A direction is contradicted if the votes
-    c |c| of its cosines c with the others, or the cosine with their mean, are below a bound. In
-    both a direction counts by min(1, median(b) / b), with b = 1 + Σ max(c, 0)² the number of
-    clients that it stands for.
+    The most contradicted direction is removed until none is contradicted, so that the result does
+    not depend on removed directions or on the order of clients. A direction is contradicted if the
+    sum of the votes c |c|, over its cosines c with the others, or the cosine with their mean is
+    below a bound. In both a direction has the weight min(1, median(b) / b), where
+    b = 1 + Σ max(c, 0)² is the number of clients that it represents.
 
     Parameters
     ----------
@@ -697,10 +701,10 @@ def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
     Returns
     -------
     float
-        The sum of the votes, or what is as far below its bound; 0 if it belongs to the largest set
-        that agrees.
+        The sum of the votes, or a number as far below its bound; 0 if the direction belongs to the
+        largest agreeing set.
     NDArray
-        The directions that are left when the first is judged. Shape (clients,).
+        Mask of the directions that remain when the first is judged. Shape (clients,).
     """
     cosines = (directions @ directions.T).astype(np.float64)
     np.fill_diagonal(cosines, 0.0)
@@ -711,7 +715,7 @@ def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
     while left.sum() > FEWEST:
         weights = each * left
         sums = cosines @ weights
-        # Of the mean of all but one: |Σ w u|² less what the one adds to it.
+        # For the mean without one direction: |Σ w u|² minus the contribution of this direction.
         squares = weights @ sums + weights @ weights - 2 * each * sums - each**2
         central = sums / np.sqrt(np.maximum(squares, 1e-3))
         worst = np.maximum(votes @ weights / _VOTED_OUT, central / _OFF_CENTRE)

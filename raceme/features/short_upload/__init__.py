@@ -1,4 +1,4 @@
-"""Uploads of 8 bits per weight; :mod:`raceme.features.short_upload.codes` has the mathematics."""
+"""Uploads of 8 bits per weight; the mathematics is in :mod:`raceme.features.short_upload.codes`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ class Options:
 
     upload: str = option(
         "float32",
-        "trained models on their way to the server: as they are, or 8 bits per weight",
+        "encoding of uploaded models: unchanged, or 8 bits per weight",
         among=("float32", "int8"),
     )

@@ -1,4 +1,4 @@
-"""The client half: a trained model is sent in codes."""
+"""The client half: encoding of trained models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raceme.features.short_upload.codes import SCALES, encoded
 from raceme.flower.messages import array_record
 
 RESIDUAL = "upload-residual"
-"""Record of a client's state: what 8 bits have left out of its last upload."""
+"""Record of a client's state: rounding error of its last upload."""
 
 
 def work(
@@ -20,7 +20,7 @@ def work(
 ) -> Message:
     """Send a trained model in 8-bit codes, with error feedback.
 
-    A model with numbers that are not finite is sent as it is, for the server to refuse.
+    A model with non-finite numbers is sent unchanged, and refused by the server.
     """
     reply = call_next(message, context)
     if reply.has_error():

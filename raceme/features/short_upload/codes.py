@@ -20,7 +20,7 @@ def encoded(model: ArrayRecord, residual: ArrayRecord) -> tuple[ArrayRecord, Arr
     Parameters
     ----------
     model : ArrayRecord
-        A model of finite weights. Arrays of whole numbers and running statistics stay as they are.
+        A model of finite weights. Arrays of whole numbers and running statistics are not encoded.
     residual : ArrayRecord
         Rounding error of the client's last upload, which is added first (error feedback) and
         replaced by the new one; empty at first.

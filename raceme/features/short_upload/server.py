@@ -1,4 +1,4 @@
-"""The server half: codes become models again."""
+"""The server half: decoding of uploaded models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raceme.features.short_upload.codes import SCALES, decoded
 
 
 class ShortUpload(Feature):
-    """Trained models travel with 8 bits per weight."""
+    """Clients upload trained models with 8 bits per weight."""
 
     options_type = Options
     client = "raceme.features.short_upload.client:work"

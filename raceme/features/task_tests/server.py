@@ -29,7 +29,7 @@ class TaskTestsState:
     Attributes
     ----------
     steps : dict[str, int]
-        Step of each client's data at the last look; the common step under the empty name.
+        Step of each client's data at the last call; the common step has an empty name.
     tested_at : int
         Number of updates at the last start of tests; -1 before the first.
     """
@@ -74,8 +74,8 @@ class TaskTests(Feature):
     def _trained(self, context: FeatureContext, schedule: StepSchedule) -> dict[str, int]:
         """Return the online clients with the last trained step of models not tested since.
 
-        With steps per client, clients that have not trained on theirs are left out, as the end of
-        the one before was tested.
+        With steps per client, clients that have not trained on their present step are left out,
+        since the end of the former step was tested.
         """
         trained = context.trained_steps
         if not schedule.per_client:

@@ -1,4 +1,4 @@
-"""Clients test what they upload and what they get in return, for reports only."""
+"""Tests by clients of uploaded models and of the models received in return, for reports only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server half: requests ask for the tests, which are parts of training."""
+"""The server half: training requests ask for the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UploadScores(Feature):
     settings = frozenset({SCORED, FORMER_STEP})
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
-        """Ask for the tests; the model in return is tested on the data of the last upload."""
+        """Ask for the tests; the received model is tested on the data of the last upload."""
         asked: dict[str, Value] = {SCORED: True}
         former = context.trained_steps.get(request.client)
         if former is not None and context.exchanges:

@@ -115,7 +115,7 @@ _MOST_BYTES = 30_000_000
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenData:
     """The frozen panels for a template.
 
     Attributes
@@ -133,7 +133,7 @@ class Frozen:
     policy: str
 
 
-def frozen_run(folder: Path) -> Frozen | None:
+def frozen_run(folder: Path) -> FrozenData | None:
     """Freeze the page of a run; None if it is too large for a file.
 
     Raises
@@ -144,12 +144,12 @@ def frozen_run(folder: Path) -> Frozen | None:
     return _frozen(RunSource(folder, most_scores=_MOST_SCORES, most_positions=_MOST_POSITIONS))
 
 
-def frozen_comparison(folder: Path) -> Frozen | None:
+def frozen_comparison(folder: Path) -> FrozenData | None:
     """Freeze the page of a comparison, as :func:`frozen_run` does that of a run."""
     return _frozen(ComparisonSource(folder))
 
 
-def _frozen(source: FolderSource) -> Frozen | None:
+def _frozen(source: FolderSource) -> FrozenData | None:
     source.read_all()
     pieces = source.pieces
     if sum(map(len, pieces)) > _MOST_BYTES:
@@ -163,4 +163,4 @@ def _frozen(source: FolderSource) -> Frozen | None:
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    return Frozen(Markup(program), Markup(data), policy)
+    return FrozenData(Markup(program), Markup(data), policy)

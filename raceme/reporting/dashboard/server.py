@@ -45,7 +45,7 @@ from raceme.reporting.dashboard import ASSETS, live_page, read_asset
 from raceme.reporting.dashboard.source import FolderSource, Watched
 
 # -----------------------------------------------------------------------------
-# Access: browsers on this machine, or with a token, and no page of another site.
+# Access: browsers on this machine or with a token, but not pages of other sites.
 # -----------------------------------------------------------------------------
 
 
@@ -67,15 +67,16 @@ _LONGEST_LOGIN = 4096
 
 
 class AccessMiddleware:
-    """Refuses requests that are not the person's own, and tells browsers to be strict.
+    """Refuses requests without access, and sets strict security headers.
 
     Parameters
     ----------
     app : ASGIApp
-        Application that answers the requests that are let through.
+        Application that answers admitted requests.
     access : Access
-        Names and the token that requests must have. It comes in a header, as a monitor sends it, or
-        in the body of a form, and is a cookie from then on: addresses end up in logs.
+        Names and the token that requests must have. The token comes in a header, as from monitors,
+        or in a form, and is a cookie afterwards; it is never part of an address, as addresses are
+        logged.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -99,14 +100,14 @@ class AccessMiddleware:
 
     async def _answer(self, request: Request) -> ASGIApp:
         headers, path = request.headers, request.url.path
-        if not self._access.admits(headers.get("host", "")):
+        if not self._access.accepts_host(headers.get("host", "")):
             return PlainTextResponse("This address is not the dashboard's.\n", 400)
         if not self._access.token:
             return self._app
         if (path, request.method) == ("/login", "POST"):
             return await self._login(request)
         given = _cookie(headers.get("cookie", "")), bearer(headers.get("authorization", ""))
-        if self._access.knows(given) or path == f"/assets/{_LOGIN_SCRIPT}":
+        if self._access.has_token(given) or path == f"/assets/{_LOGIN_SCRIPT}":
             return self._app
         if path == "/":
             return _login_page("This page needs its token.")
@@ -117,7 +118,7 @@ class AccessMiddleware:
         if body is None:
             return PlainTextResponse("This is no token.\n", 400)
         (token, *_) = parse_qs(body.decode("utf-8", "replace")).get("token", [""])
-        if not self._access.knows([token]):
+        if not self._access.has_token([token]):
             return _login_page("This is not the token of the page.")
         answer = RedirectResponse("/", 303)
         secure = self._access.is_secure
@@ -131,7 +132,7 @@ def _login_page(reason: str) -> Response:
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>Raceme</title>"
         "<meta name='viewport' content='width=device-width'>"
         f"<form method='post' action='/login'><p>{reason}</p>"
-        # Browsers that keep passwords ask for the name that it belongs to.
+        # Password managers of browsers need a user name.
         "<input name='name' value='raceme' autocomplete='username' hidden>"
         "<label>Token <input name='token' type='password' autocomplete='current-password'>"
         "</label> <button>Open</button></form>"
@@ -156,18 +157,18 @@ def _cookie(header: str) -> str:
 
 _POLL_SECONDS = 0.25
 _BREATH_SECONDS = 15.0
-"""A stream without news sends a comment so often, or proxies and laptops think it dead."""
+"""Interval of comments in a stream without news; proxies and browsers drop silent streams."""
 _RETRY_MILLISECONDS = 1000
 _LONGEST_ID = 40
 
 
 class Feed:
-    """Reads a source while browsers show it, and lets all of them know.
+    """Reads a source while browsers show it, and notifies all of them.
 
     Parameters
     ----------
     source : Source
-        What is read, in a thread: reading waits for the disk.
+        The source, read in a thread, since reading waits for the disk.
     """
 
     def __init__(self, source: FolderSource) -> None:
@@ -179,7 +180,7 @@ class Feed:
 
     @contextmanager
     def viewer(self) -> Iterator[None]:
-        """Have the source read meanwhile."""
+        """Read the source regularly within the context."""
         self._viewers += 1
         if self._reader is None or self._reader.done():
             self._reader = asyncio.create_task(self._read())
@@ -189,11 +190,11 @@ class Feed:
             self._viewers -= 1
 
     async def news(self) -> None:
-        """Wait until the source has been read once more."""
+        """Wait for the next reading of the source."""
         await self._news.wait()
 
     async def read(self) -> bool:
-        """Read the source once, and wake all that wait; return whether there is more already."""
+        """Read the source once, and wake all waiting streams; return whether there is more."""
         async with self._reading:
             more = await asyncio.to_thread(self.source.poll)
         self._news.set()
@@ -212,12 +213,12 @@ class Dashboard:
     Parameters
     ----------
     watched : Watched
-        What the page shows.
+        The folder that the page shows.
     access : Access
         Names and the token that requests must have.
     edits : str
-        Secret of the address at which notes are written and runs deleted; empty if the page only
-        shows. Other users of this machine may look at a page without a token.
+        Secret of the address that permits writing notes and deleting runs; empty for a read-only
+        page. Without a token, other users of this machine may see the page.
     """
 
     def __init__(self, watched: Watched, access: Access, edits: str = "") -> None:
@@ -235,7 +236,7 @@ class Dashboard:
         )
 
     async def close(self) -> None:
-        """Tell all browsers what is left to tell, and that it was the last."""
+        """Send all browsers the remaining news, and the end of the stream."""
         for feed in self._feeds.values():
             while await feed.read():
                 pass
@@ -261,7 +262,7 @@ class Dashboard:
         if folder is None:
             return PlainTextResponse("There is no such run.\n", 404)
         if edit == "delete" and "/" in name:
-            said = "It is part of a comparison, which would miss it: delete the folder of that.\n"
+            said = "The run is part of a comparison: delete the comparison's folder instead.\n"
             return PlainTextResponse(said, 409)
         body = await read_body(request.stream(), _LONGEST_EDIT)
         if body is None:
@@ -274,10 +275,10 @@ class Dashboard:
         return PlainTextResponse(said)
 
     def _may_edit(self, request: Request) -> bool:
-        """Return whether a request is that of a page which was opened at the printed address.
+        """Return whether a request comes from a page that was opened at the printed address.
 
-        A page of another site may send requests here: browsers say its origin, and it does not
-        know the secret.
+        Pages of other sites may send requests, too, but browsers state their origin, and they do
+        not know the secret.
         """
         scheme = "https" if self._access.is_secure else "http"
         own = f"{scheme}://{request.headers.get('host', '')}"
@@ -304,9 +305,9 @@ class Dashboard:
         return self._feeds[name]
 
     async def _stream(self, feed: Feed, generation: int, sent: int) -> AsyncIterator[str]:
-        """Yield a source's pieces from one on, and go on as they come.
+        """Yield a source's pieces from a given one on, and new ones as they arrive.
 
-        A browser that does not read makes only this stream wait.
+        A browser that does not read delays only its own stream.
         """
         source, trouble, silent = feed.source, "", 0.0
         yield f"retry: {_RETRY_MILLISECONDS}\n\n"
@@ -345,7 +346,7 @@ def _note(folder: Path, text: str) -> str:
 
 
 def _contents(folder: Path, text: str) -> str:
-    """Return the files of a run on lines, the first its folder and its size."""
+    """Return the files of a run as lines; the first line is its folder and size."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     size = sum(path.lstat().st_size for path in files)
     said = f"{folder.absolute()} ({plural(len(files), 'file')}, {size / 1e6:,.1f} MB)"
@@ -362,12 +363,12 @@ _EDITS: Mapping[str, Callable[[Path, str], str]] = {
     "contents": _contents,
     "delete": _delete,
 }
-"""What a page may change, and what it asks before it does."""
+"""Requests of an editing page: changes, and the list of files that it shows before a deletion."""
 
 
 def _seen(text: str) -> tuple[int, int]:
-    """Return the generation and the number of pieces that a browser has seen."""
-    # Python reads no numbers of several thousand digits.
+    """Return the generation and the number of pieces that a browser has received."""
+    # Python refuses to read numbers with thousands of digits.
     generation, _, sent = text[:_LONGEST_ID].partition("-")
     if generation.isdecimal() and sent.isdecimal():
         return int(generation), int(sent)
@@ -384,20 +385,20 @@ def _event(name: str, data: str, generation: int, sent: int) -> str:
 
 
 _GRACE_SECONDS = 2
-"""So long browsers have to take the last of a run."""
+"""Time that browsers have to receive the end of a run."""
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Return a socket that listens, so that a browser that opens it at once is not refused.
+    """Return a listening socket, so that a browser that connects early is not refused.
 
     Parameters
     ----------
     host : str
         Name or address; only this machine reaches 127.0.0.1.
     port : int
-        0 for any that is free.
+        Port number; 0 for any free port.
     option : str
-        The option with which another one is chosen, for error messages.
+        The option that chooses another port, for error messages.
 
     Raises
     ------
@@ -418,10 +419,10 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
 
 
 def address_of(listening: socket.socket, access: Access, edits: str = "") -> str:
-    """Return the address of the page, for a person to open.
+    """Return the address of the page for the user.
 
-    The token, or the secret of a page that edits, is behind a ``#``: a browser sends that to no
-    server, so that no log has it.
+    The token, or the secret of an editing page, follows a ``#``: browsers do not send this part to
+    a server, so that it is not logged.
     """
     host, port = listening.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -434,7 +435,7 @@ def address_of(listening: socket.socket, access: Access, edits: str = "") -> str
 
 
 def _own_address() -> str:
-    """Return the address at which other machines of the network, a phone too, find this one."""
+    """Return the address of this machine in the local network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Sends nothing: it only picks the interface (192.0.2.1 is for documentation).
@@ -447,7 +448,7 @@ def _own_address() -> str:
 def qr_code(address: str) -> str:
     """Return the address as a QR code of block characters, for the camera of a phone.
 
-    Empty if other machines do not reach it, or if segno (extra ``server``) is not installed.
+    Empty if other machines cannot reach it, or if segno (extra ``server``) is not installed.
     """
     if is_loopback(URL(address).hostname or ""):
         return ""
@@ -478,7 +479,7 @@ def serve(
     access : Access
         Names and the token that requests must have, and the certificate for HTTPS.
     until : Callable
-        Returns when it is to end.
+        Returns when the server should end.
     edits : str
         Secret with which the page writes notes and deletes runs.
     """
@@ -511,17 +512,16 @@ async def _serve(
 
 
 # -----------------------------------------------------------------------------
-# The dashboard of a run that has just been started: a process beside it, which ends with it.
+# The dashboard of a new run: a process of its own, which ends with the run.
 #
-# Neither a browser nor what it asks for can hold up the run so: it writes its store as always,
-# and does not know whether it is read.
+# Browsers thus cannot delay the run, which writes its store as always, whether or not it is read.
 # -----------------------------------------------------------------------------
 
 
 _NICE = 10
 """Niceness of the process: the run's computation has priority."""
 _END_SECONDS = 60.0
-"""For its last words, as long as a busy machine may keep it from them."""
+"""Time limit for the dashboard's end, which may be slow on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -540,7 +540,7 @@ class DashboardProcess:
     process: subprocess.Popen[bytes]
 
     def wait(self) -> None:
-        """Wait until it ends, which it does not do by itself: Ctrl-C ends the waiting."""
+        """Wait until the process ends; it does not end by itself, but Ctrl-C ends the wait."""
         self.process.wait()
 
 
@@ -553,16 +553,16 @@ def watching(
     comparison: bool = False,
     access: Access | None = None,
 ) -> Iterator[DashboardProcess]:
-    """Show what is being written to a folder, meanwhile.
+    """Serve the dashboard of a folder within the context.
 
     Parameters
     ----------
     folder : Path
-        Where a run or a comparison will be; it need not exist yet.
+        Folder of a run or a comparison; it need not exist yet.
     host, port : str, int
-        Where the page is; see :func:`raceme.reporting.dashboard.server.bind`.
+        Address of the page; see :func:`raceme.reporting.dashboard.server.bind`.
     comparison : bool
-        Which of the two it is.
+        Whether it is a comparison.
     access : Access, optional
         Names and the token that requests must have; by default a new token, unless only this
         machine reaches the page.
@@ -594,7 +594,7 @@ def _start(
     told = {
         "socket": listening.fileno(),
         "folder": str(folder.absolute()),
-        # Not among the arguments, which every user of the machine sees.
+        # Not passed as arguments, which every user of the machine can see.
         "access": asdict(access),
         "comparison": comparison,
     }
@@ -605,7 +605,7 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let it tell the last of the run, and end."""
+    """Let the process send the end of the run, and end."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.close()
@@ -623,7 +623,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICE)
-    # Without a buffer: what follows is waited for by another.
+    # Unbuffered, so that no byte after the line is read early.
     with open(0, "rb", buffering=0, closefd=False) as pipe:
         line = pipe.readline()
     if not line.endswith(b"\n"):
@@ -636,7 +636,7 @@ def main() -> None:
 
 
 async def _until_the_end() -> None:
-    """Wait until the process that started this closes the pipe, or is gone."""
+    """Wait until the parent process closes the pipe, or is gone."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)

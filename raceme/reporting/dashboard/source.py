@@ -35,11 +35,10 @@ from raceme.records.folder import (
     NOTE,
     STORE,
     SUMMARY,
-    WALL_TIMES,
     has_writer,
     read_note,
 )
-from raceme.records.record import History, read_wall_times
+from raceme.records.record import History
 from raceme.records.store import StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
 from raceme.reporting.streams import Epoch, Streams
@@ -53,7 +52,7 @@ from raceme.reporting.streams import Epoch, Streams
 
 
 _MOST_EPOCHS = 400
-"""Changes closer than this part of the time so far are one in the picture of the clusters."""
+"""Share of the time so far within which changes are drawn as one in the picture of the clusters."""
 
 Table = dict[str, list[Any]]
 """Columns by name, all of one length."""
@@ -133,7 +132,7 @@ class Columns(EventHandler):
         self._on_devices = self._on_devices or event.started_at is not None
 
     def on_client_joined(self, event: events.ClientJoined) -> None:
-        """Send that a client is online, with its data."""
+        """Send that a client is online, with its number of examples and group."""
         client, group = self._client(event.client), _shown(event.group)
         self._groups[event.client] = event.group
         self._add("presence", event.time, client=client, online=1)
@@ -210,7 +209,7 @@ class Columns(EventHandler):
         self._send_clusters(event.time)
 
     def on_run_ended(self, event: events.RunEnded) -> None:
-        """Keep time, updates and reason of the end for browsers."""
+        """Store time, updates and reason of the end for browsers."""
         self._ending = {
             "time": _seconds(event.time),
             "updates": int(event.updates),
@@ -237,7 +236,7 @@ class Columns(EventHandler):
         # More changes of a moment may come before the end.
         self._epochs += self._streams.complete(math.inf if is_over else self.now)
         if self._epochs:
-            found["streams"] = [_laid(epoch) for epoch in self._epochs]
+            found["streams"] = [_stream_layout(epoch) for epoch in self._epochs]
             self._epochs = []
         if found:
             found["now"] = self.now
@@ -295,7 +294,7 @@ class Columns(EventHandler):
             self._add("numbers", time, clusters=clusters[0], purity=finite(clusters[1]))
 
 
-def _laid(epoch: Epoch) -> dict[str, Any]:
+def _stream_layout(epoch: Epoch) -> dict[str, Any]:
     """Return the places of streams for the page."""
     bands = [(int(k), _short(top), _short(height)) for k, (top, height) in epoch.bands.items()]
     flows = [tuple(_shown(value) for value in flow) for flow in epoch.flows]
@@ -311,7 +310,7 @@ def _shown(value: Any) -> Any:
 
 
 def _measure(measure: events.Measure) -> Mapping[str, Any]:
-    """Return the names of what evaluations measure."""
+    """Return the names of the evaluations' measure."""
     return {"label": measure.label, "title": measure.title, "isError": measure.is_error}
 
 
@@ -417,7 +416,6 @@ class RunSource(FolderSource):
         self._is_stopped = False
         self._is_behind = True
         self._stamps: dict[str, Stamp] = {}
-        self._walls = 0
         self._positions = PositionsReader(self.folder)
         self._placed: dict[str, int] = {}
         self._flat: dict[str, Sequence[float]] = {}
@@ -479,12 +477,6 @@ class RunSource(FolderSource):
             stride = 1 + self._sent_positions // self._most_positions
             if (self._snapshots - 1) % stride == 0:
                 self._send_snapshot(snapshot)
-        if self._is_new(WALL_TIMES):
-            rows = read_wall_times(self.folder)[self._walls :]
-            if rows:
-                self._walls += len(rows)
-                times, walls = (list(column) for column in zip(*rows, strict=True))
-                self._send({"walls": {"time": times, "wall": walls}})
 
     def _send_snapshot(self, snapshot: Snapshot) -> None:
         """Send client positions from a time on."""
@@ -582,7 +574,7 @@ class ComparisonSource(FolderSource):
         self._differing: list[str] = []
 
     def found(self) -> dict[str, Path]:
-        """Return the folders of runs that there are now, by name."""
+        """Return the present folders of runs, by name."""
         single = (store.parent for store in self.folder.glob(f"*/{STORE}"))
         of_comparisons = (path for runs in _RUNS for path in self.folder.glob(runs))
         return {
@@ -592,11 +584,11 @@ class ComparisonSource(FolderSource):
         }
 
     def poll(self) -> bool:
-        """Read what has come to all runs; return whether there is more already."""
+        """Read new events of all runs; return whether there are more."""
         more, troubles, told = False, [], dict[str, Any]()
         found = self.found()
         for name in [name for name in self._runs if name not in found]:
-            # Deleted: a browser forgets it.
+            # The run was deleted: browsers remove it.
             del self._runs[name]
             told[name] = None
         for name, path in found.items():
@@ -627,8 +619,8 @@ _COLUMNS = ("strategy", "dataset", "seed")
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values differ among runs on one dataset.
 
-    Many defaults are the dataset's: that they differ between two datasets says nothing. A key of a
-    method's own differs if the runs that have it do.
+    Runs on different datasets are not compared, as many defaults depend on the dataset. A method's
+    own key is compared among the runs that have it.
     """
     values: defaultdict[tuple[str, Any], set[str]] = defaultdict(set)
     for config in configs:
@@ -678,7 +670,7 @@ class _Curve(EventHandler):
             self._begin()
         self._read_config()
         for event in reading.events:
-            # Measures and uploads are for the run's own page.
+            # Measures and uploads are shown on the run's own page only.
             if type(event) in _CURVE:
                 self._summary.observe(event)
             self(event)
@@ -696,12 +688,12 @@ class _Curve(EventHandler):
             self._points[name].append(value if value == value else None)
 
     def take(self, settings: Sequence[str]) -> Mapping[str, Any]:
-        """Return what is new, ready for JSON; nothing if nothing is.
+        """Return the news for JSON; empty without any.
 
         Parameters
         ----------
         settings : Sequence[str]
-            Keys that are told, if the run has them.
+            Keys to send, if the run has them.
         """
         summary, config = self._summary, self.config
         state = {
@@ -724,7 +716,7 @@ class _Curve(EventHandler):
         return told
 
     def _read_config(self) -> None:
-        """Read the configuration once there is one, and the rest of the run's path."""
+        """Read the configuration as soon as it exists, and take names from the run's path."""
         if self._known.get("started"):
             return
         started = 0.0

@@ -1,4 +1,4 @@
-"""Training of many clients together: the weights of all are stacked, on a GPU or a CPU."""
+"""Training of many clients together, with stacked weights, on a GPU or a CPU."""
 
 from raceme.simulation.stacked.executor import Stacked
 

@@ -1,8 +1,8 @@
-"""The work of many clients side by side, so that what all wait for can be computed at once.
+"""The concurrent work of many clients, whose computations are collected and done together.
 
-Each client's work runs in a thread of its own, one thread at a time. Where it trains, tests or
-differentiates a model, it is suspended; once all are, the computations of a kind are done together.
-So every kind of work is stacked, whatever else it does.
+Each client's work runs in a thread of its own, one thread at a time. It is suspended when it needs
+to train, test or differentiate a model; once all work is suspended, computations of one kind are
+done together. So every kind of work can be stacked, whatever else it does.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from raceme.simulation.stacked.training import (
     Call,
     Differentiated,
     Differentiation,
-    Model,
     Stack,
+    StackedModel,
+    StackedResult,
     Test,
-    Trained,
     Training,
 )
 from raceme.training.local import ENGINE, Term
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class NotStackedError(BaseException):
-    """Ends work whose network cannot be stacked; no handler of an app catches it."""
+    """Ends work whose network cannot be stacked; ``except Exception`` does not catch it."""
 
 
 class CancelledError(BaseException):
@@ -52,16 +52,16 @@ class Suspendable(Generic[Result]):
     Parameters
     ----------
     work : Callable
-        The work; it is given itself, for :meth:`ask`.
+        The work, called with this object, for :meth:`ask`.
     threads : ThreadPoolExecutor
-        Threads to run in, one for each work at least.
+        Pool of threads, with at least one thread per work.
 
     Attributes
     ----------
     call : Call or None
-        What the work waits for; None once it is done.
+        The call that the work waits for; None once it is done.
     result : object
-        What it returned.
+        Result of the work.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Suspendable(Generic[Result]):
         self._wait()
 
     def ask(self, call: Call) -> Any:
-        """Suspend the work until the result of a call is there, and return it."""
+        """Suspend the work until a call has a result, and return the result."""
         self._outbox.put((call, None))
         result = self._inbox.get()
         if isinstance(result, BaseException):
@@ -92,12 +92,12 @@ class Suspendable(Generic[Result]):
         return result
 
     def resume(self, result: object) -> None:
-        """Go on with the result of the call, or an error to raise, up to the next call or the end.
+        """Continue with the result of the call, or raise an error in the work, up to the next call.
 
         Raises
         ------
         BaseException
-            What the work raises.
+            Any exception of the work.
         """
         self._inbox.put(result)
         self._wait()
@@ -122,28 +122,28 @@ class Suspendable(Generic[Result]):
 
 
 class ClientEngine:
-    """Asks for what one client computes; see :class:`raceme.training.local.Engine`.
+    """Suspends a client's work at its computations; see :class:`raceme.training.local.Engine`.
 
     Parameters
     ----------
     work : Suspendable
         The client's work.
     stack : Stack
-        Knows which networks can be stacked.
+        Determines which networks can be stacked.
     alone_elsewhere : bool
-        End the work, with a :class:`NotStackedError`, if its network cannot be stacked.
+        Whether to end the work by :class:`NotStackedError` if its network cannot be stacked.
     """
 
     def __init__(self, work: Suspendable[Any], stack: Stack, alone_elsewhere: bool) -> None:
         self._work, self._stack, self._elsewhere = work, stack, alone_elsewhere
 
     def __enter__(self) -> ClientEngine:
-        """Make it the engine of this thread."""
+        """Set the engine of this thread."""
         self._token = ENGINE.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the thread without an engine."""
+        """Remove the engine of this thread."""
         ENGINE.reset(self._token)
 
     def train(
@@ -161,7 +161,7 @@ class ClientEngine:
         call = Training.of(network, samples, settings, rng, terms, weights)
         if call is None:
             return None
-        trained: Trained = self._ask(network, call)
+        trained: StackedResult = self._ask(network, call)
         trained.model.load(network)
         return trained.loss
 
@@ -169,7 +169,7 @@ class ClientEngine:
         """Return loss and score of each sample in a test, both of shape (n,)."""
         if not self._is_stacked(network, samples.shaped(samples.x[:1])):
             return None
-        call = Test(network, Model.of(network), samples)
+        call = Test(network, StackedModel.of(network), samples)
         measured: tuple[Tensor, Tensor] = self._ask(network, call)
         call.model.load(network)
         return measured
@@ -181,7 +181,7 @@ class ClientEngine:
         if not self._is_stacked(network, x[:1]):
             return None
         mode, random = network.module.training, torch.get_rng_state()
-        call = Differentiation(network, Model.of(network), x, y, weights, mode, random)
+        call = Differentiation(network, StackedModel.of(network), x, y, weights, mode, random)
         done: Differentiated = self._ask(network, call)
         done.model.load(network)
         network.gradient.copy_(done.gradient)

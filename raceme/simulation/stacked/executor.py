@@ -38,16 +38,16 @@ log = logging.getLogger("raceme")
 
 _MOST_TOGETHER = 2048
 _MOST_BYTES = 8 * 2**30
-"""Memory for the models of clients that are worked on together, on the CPU's side."""
+"""Main memory for the models of clients whose work is done together."""
 _COPIES = 6
-"""Models that a client's work holds."""
+"""Number of models that a client's work holds."""
 _ORDER: tuple[type[Call], ...] = (Test, Differentiation, Training)
-"""What is computed first, so that as many as possible come to their training together."""
+"""Order of computations, so that as many clients as possible train together."""
 
 
 @dataclass(eq=False)
 class _Done:
-    """A reply, the client's state that it was made from, and that state afterwards."""
+    """A reply, with the client's state before and after the work."""
 
     reply: Message
     former: RecordDict
@@ -99,7 +99,7 @@ class Stacked:
 
     @property
     def batches(self) -> Batches:
-        """How many clients have been trained together."""
+        """Numbers of clients that were trained together."""
         return self._stack.batches
 
     def submit(self, message: Message, context: Context, due: float) -> None:
@@ -126,7 +126,7 @@ class Stacked:
         self._done.pop(message_id, None)
 
     def close(self) -> None:
-        """Drop all that is left, and the samples."""
+        """Drop unfinished work and the samples."""
         self._jobs, self._done = {}, {}
         self._stack.close()
         self._threads.shutdown()
@@ -137,7 +137,7 @@ class Stacked:
             (key for key in self._jobs if key not in self._done),
             key=lambda key: (key != message_id, self._jobs[key].due),
         )
-        # Clients' work may use torch's generators in turns.
+        # Clients' work, done in turns, may use torch's generators, which are restored afterwards.
         with own_randomness([0]):
             most = most_together(self._jobs[message_id].message)
             self._work_on([self._jobs[key] for key in chosen[:most]])
@@ -157,7 +157,7 @@ class Stacked:
                 work.cancel()
 
     def _advance(self, waiting: Sequence[Suspendable[_Done]]) -> None:
-        """Compute what comes first of what works wait for, and let them go on."""
+        """Do the computations of the first kind, and resume the work that waits for them."""
         kinds: dict[tuple[object, ...], list[Suspendable[_Done]]] = {}
         first = min(_rank(work) for work in waiting)
         for work in waiting:
@@ -194,7 +194,7 @@ class Stacked:
 
 
 def most_together(message: Message) -> int:
-    """Return for how many clients with such a message there is memory on the CPU's side."""
+    """Return the number of clients with such a message that fit into main memory."""
     return max(1, min(_MOST_TOGETHER, _MOST_BYTES // max(1, _COPIES * size_of(message))))
 
 

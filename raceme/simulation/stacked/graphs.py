@@ -1,8 +1,8 @@
 """Steps that are recorded once and replayed: CUDA graphs, or the functions themselves.
 
-A step of a small network takes a GPU less time than Python takes to start its operations. A CUDA
-graph starts all of them at once. A recorded step reads and writes fixed memory, and its shapes do
-not change: numbers of clients are rounded up to a few.
+For a small network, a GPU needs less time for a step than Python needs to start its operations. A
+CUDA graph starts all of them at once. A recorded step reads and writes fixed memory with fixed
+shapes, so numbers of clients are rounded up to a few values.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 log = logging.getLogger("raceme")
 
 Step = Callable[[], None]
-"""Reads and writes tensors that stay where they are."""
+"""A step, which reads and writes tensors at fixed addresses."""
 
 _WARM_UPS = 3
 _EIGHTH = 8
-"""Above so many, numbers of clients are rounded up by at most a quarter."""
+"""Number of clients above which rounding adds at most a quarter."""
 
 
 class Recorder(Protocol):
     """Makes replays of steps."""
 
     def rows(self, count: int) -> int:
-        """Return for how many clients to record a step that `count` of them take."""
+        """Return the number of clients for which to record a step of `count` clients."""
         ...
 
     def record(self, step: Step, changed: Sequence[Tensor]) -> Step:
@@ -39,7 +39,7 @@ class Recorder(Protocol):
         step : Callable
             The step.
         changed : Sequence[Tensor]
-            The tensors that it changes, which are left as they are.
+            The tensors that the step changes; recording restores them.
         """
         ...
 
@@ -86,7 +86,7 @@ class CudaGraphs:
                 values.copy_(former)
 
     def _captured(self, step: Step) -> Step:
-        # Libraries allocate what they need at the first calls, which a graph must not contain.
+        # Libraries allocate memory at their first calls, which must not be part of a graph.
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -1,8 +1,8 @@
 """Layers of many networks in one operation each.
 
-A stacked value has two leading axes, networks and samples: what is (b, ...) in one network is
-(n, b, ...) here, and a weight of shape (...) is (n, ...). A layer is a function of the module, its
-stacked arrays by name, its input and the :class:`Pass` that it is part of.
+A stacked value has two leading axes, networks and samples: shape (b, ...) of one network becomes
+(n, b, ...), and a weight of shape (...) becomes (n, ...). A layer is a function of the module, its
+stacked arrays by name, its input and the :class:`Pass`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pass:
     training : bool
         Whether the networks are in training mode.
     valid : Tensor or None
-        Shape (n, b), bool: False for samples that only fill a mini-batch up; None without any.
+        Shape (n, b), bool: False for padding samples; None without padding.
     masks : Iterator[Tensor]
         Factors of the dropout layers, in the order of use, each of shape (n, b, ...).
     dropouts : list or None
@@ -48,7 +48,7 @@ class Pass:
     changed: dict[str, Tensor] = field(default_factory=dict)
 
     def dropout(self, x: Tensor, share: float, channels_only: bool = False) -> Tensor:
-        """Return inputs of which each network leaves out its own random share."""
+        """Apply dropout with separate random masks for each network."""
         if not self.training or not share:
             return x
         if self.dropouts is not None:
@@ -65,7 +65,7 @@ Layer = Callable[[Any, Arrays, Value, Pass], Value]
 
 
 def folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply what treats each sample alike to the samples of all networks."""
+    """Apply a function of single samples to the samples of all networks."""
     out = function(x.flatten(0, 1))
     return out.view(*x.shape[:2], *out.shape[1:])
 
@@ -139,8 +139,8 @@ def embedded(x: Tensor, table: Tensor, by_matrices: bool | None = None) -> Tenso
     Parameters
     ----------
     by_matrices : bool, optional
-        Multiply matrices that hold a 1 for each token, by default on GPUs, where the gradient is
-        then always the same to the last bit, for vocabularies that are not large.
+        Whether to multiply by one-hot matrices. The default on GPUs for small vocabularies, where
+        the gradient is then bit-identical from run to run.
     """
     n, size, width = table.shape
     if x.is_cuda and size <= _LARGE_VOCABULARY if by_matrices is None else by_matrices:
@@ -155,7 +155,7 @@ def convolution(module: Any, arrays: Arrays, x: Tensor, step: Pass) -> Tensor:
     weight, bias = arrays["weight"], arrays.get("bias")
     sizes = module.stride, module.padding, module.dilation
     if isinstance(module, nn.Conv1d):
-        # A line is an image of one row.
+        # A sequence is treated as an image of one row.
         sizes = (1, *module.stride), (0, *module.padding), (1, *module.dilation)
         return convolved(x.unsqueeze(3), weight.unsqueeze(3), bias, *sizes).squeeze(3)
     return convolved(x, weight, bias, *sizes)
@@ -175,8 +175,9 @@ def convolved(
     Parameters
     ----------
     by_matrices : bool, optional
-        Multiply unfolded images by matrices; else make one convolution with a group of channels for
-        each network. The former is faster on GPUs, where it is the default, and the latter on CPUs.
+        Whether to multiply unfolded images by matrices instead of one convolution with a group of
+        channels per network. The former is faster on GPUs, where it is the default, the latter on
+        CPUs.
     """
     if x.is_cuda if by_matrices is None else by_matrices:
         return _by_matrices(x, weight, bias, stride, padding, dilation)
@@ -289,7 +290,7 @@ def recurrent(module: Any, arrays: Arrays, x: Tensor, step: Pass) -> Value:
     for layer in range(module.num_layers):
         weights = [arrays[f"{name}_l{layer}"] for name in ("weight_ih", "weight_hh")]
         biases = [arrays.get(f"{name}_l{layer}") for name in ("bias_ih", "bias_hh")]
-        # What does not depend on the state is one product for all times.
+        # The part that does not depend on the state is one product for all times.
         gates = affine(steps, weights[0], biases[0])
         columns = weights[1].transpose(1, 2)
         base = gates.new_zeros(n, 1, 1) if biases[1] is None else biases[1].unsqueeze(1)
@@ -390,7 +391,7 @@ _LAYERS: dict[type[nn.Module], Layer] = {
 
 
 def layer_of(module: nn.Module) -> Layer | None:
-    """Return the stacked layer of a module; None if there is none, or not for its options."""
+    """Return the stacked layer of a module; None if the module or its options have none."""
     is_stackable = True
     match module:
         case nn.Conv1d() | nn.Conv2d():

@@ -1,8 +1,8 @@
-"""A network of many clients at once: the layers of one, traced, with weights of all.
+"""A network with the weights of many clients.
 
-`torch.fx` traces the network. Layers that are known have an own stacked form, see
-:mod:`raceme.simulation.stacked.layers`; each other operation goes through :func:`torch.vmap`, and
-a network that cannot be traced goes through it as a whole.
+`torch.fx` traces the network. Known layers have a stacked form, see
+:mod:`raceme.simulation.stacked.layers`; other operations are mapped by :func:`torch.vmap`, as is a
+whole network that cannot be traced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raceme.training.local import hidden_linear_layers
 from raceme.training.models import Network
 
 _TOLERANCE = 1e-3
-"""Relative to the largest output: a network that is traced wrongly is far off."""
+"""Tolerance relative to the largest output; a wrongly traced network differs far more."""
 
 
 class StackedNetwork:
@@ -41,8 +41,8 @@ class StackedNetwork:
     buffers : list[str]
         Names of the buffers.
     activations : int
-        Bytes that training takes for each sample of each network beside the weights, once
-        :meth:`check` has measured them.
+        Bytes that training takes per sample and network besides the weights, as measured by
+        :meth:`check`.
 
     Raises
     ------
@@ -124,7 +124,7 @@ class StackedNetwork:
         raise AssertionError("a traced graph has an output")
 
     def _name(self, target: str) -> str:
-        """Return the name of an array, of a shared one the first."""
+        """Return the name of an array; the first name of a shared one."""
         owner, _, name = target.rpartition(".")
         held = getattr(self.network.module.get_submodule(owner), name)
         return self._names.get(id(held), target)
@@ -163,7 +163,7 @@ class StackedNetwork:
         Parameters
         ----------
         x : Tensor
-            Some samples, shape (b, ...).
+            Samples, shape (b, ...).
         """
         step = Pass(training=True, dropouts=[])
         weights = self.network.weights.to(x.device)[None]
@@ -191,7 +191,7 @@ class StackedNetwork:
         Raises
         ------
         Exception
-            The network cannot be stacked, or computes something else.
+            The network cannot be stacked, or its stacked form computes other results.
         """
         module, device = self.network.module, x.device
         training, alone = module.training, x.to(self.network.weights.device)
@@ -231,14 +231,14 @@ class StackedNetwork:
                 out = self.outputs(arrays, torch.stack([x, x]), step)
                 loss = out.square().sum()
             torch.autograd.grad(loss, leaves, allow_unused=True)
-        # The largest is there twice more while it is made, and while its gradient is.
+        # The largest tensor needs twice its memory more, while it and its gradient are computed.
         self.activations = (saved.total + 2 * saved.largest) // (2 * len(x))
         return step.changed
 
 
 @dataclass
 class Saved:
-    """Bytes of all tensors that autograd saves for the way back, and of the largest one."""
+    """Bytes of all tensors that autograd saves for the backward pass, and of the largest one."""
 
     total: int = 0
     largest: int = 0
@@ -246,12 +246,12 @@ class Saved:
 
 @contextmanager
 def saved_bytes(others: Iterable[Tensor] = ()) -> Iterator[Saved]:
-    """Count what autograd saves; a convolution by matrices saves its unfolded images.
+    """Count the bytes that autograd saves; a convolution by matrices saves unfolded images.
 
     Parameters
     ----------
     others : Iterable[Tensor]
-        Tensors that do not count.
+        Tensors to leave out.
     """
     counted = {values.untyped_storage().data_ptr() for values in others}
     saved = Saved()
@@ -275,7 +275,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 class _Tracer(fx.Tracer):
-    """A tracer that does not look into torch's own modules, nor into those with stacked layers."""
+    """A tracer that treats torch's own modules, and those with stacked layers, as leaves."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, nn.Sequential | nn.ModuleList | nn.ModuleDict):
@@ -294,7 +294,7 @@ def _traced(module: nn.Module) -> fx.Graph | None:
     try:
         return _Tracer().trace(module)
     except Exception:
-        # Such as a choice by the values of the input. vmap may still do it.
+        # E.g. a branch on values of the input, which vmap may still support.
         return None
 
 
@@ -352,7 +352,7 @@ def _called(node: fx.Node, args: Sequence[Value], kwargs: Mapping[str, Value], s
     if not tensors and not _tensors(list(kwargs.values())):
         return function(*args, **kwargs)
     if function is getattr or node.target == "size":
-        # Sizes of a sample's tensors are not those of stacked ones.
+        # Sizes of a sample's tensors differ from those of stacked ones.
         own = args[0][0]
         return function(own, *args[1:], **kwargs)
     return _mapped(lambda _, *given, **named: function(*given, **named), {}, *args, **kwargs)

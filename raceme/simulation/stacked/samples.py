@@ -1,4 +1,4 @@
-"""Samples of many clients in one piece of a device's memory."""
+"""Samples of many clients in one tensor of a device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from raceme.training.models import Samples
 
 _LEAST = 1024
-"""Samples for which there is room at first."""
+"""Initial capacity in samples."""
 
 
 class SampleStore:
-    """Samples of clients, for as long as these hold them, on one device.
+    """Samples of clients on one device, released when no client holds them.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class SampleStore:
     Attributes
     ----------
     moves : int
-        How often all samples have been moved: steps recorded before read elsewhere.
+        Number of times that all samples were moved, which invalidates earlier recorded steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class SampleStore:
         self.moves = 0
 
     def hold(self, samples: Sequence[Samples]) -> None:
-        """Add samples, unless they are there."""
+        """Add samples, unless they are present."""
         new = [own for own in dict.fromkeys(samples) if own not in self._offsets]
         if not new:
             return
@@ -63,7 +63,7 @@ class SampleStore:
         self._shaped = new[0].shaped
 
     def _place(self, length: int) -> int | None:
-        """Take the first free place of a length, if there is one."""
+        """Allocate the first free place of a length, if any."""
         for index, (start, free) in enumerate(self._free):
             if free >= length:
                 if free > length:
@@ -74,7 +74,7 @@ class SampleStore:
         return None
 
     def _grow(self, like: Samples, more: int) -> None:
-        """Make room for so many samples more, in one piece."""
+        """Enlarge the tensor by at least `more` samples."""
         self._free[:] = _merged(self._free)
         if any(free >= more for _, free in self._free):
             return
@@ -90,7 +90,7 @@ class SampleStore:
         self.moves += 1
 
     def __len__(self) -> int:
-        """Return for how many samples there is room."""
+        """Return the capacity in samples."""
         return len(self._y)
 
     def offset(self, samples: Samples) -> int:
@@ -105,7 +105,7 @@ class SampleStore:
 
 
 def _merged(free: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join free places that lie side by side."""
+    """Merge adjacent free places."""
     merged: list[tuple[int, int]] = []
     for start, length in sorted(free):
         if merged and sum(merged[-1]) == start:

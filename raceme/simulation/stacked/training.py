@@ -1,4 +1,4 @@
-"""Training, tests and gradients of many clients, in one computation for all."""
+"""Training, tests and gradients of many clients in one computation."""
 
 from __future__ import annotations
 
@@ -38,37 +38,37 @@ _GPU_SHARE = 0.5
 _WEIGHT_COPIES = 6
 """Copies of the weights: current, received, gradients and temporaries."""
 _TEST_BATCH = 2048
-"""Samples of all models together in a step of a test."""
+"""Maximum number of samples of all models in a step of a test."""
 _LEAST_TEST_BATCH = 32
 _MOST_WORKSPACES = 16
 
 # -----------------------------------------------------------------------------
-# What clients ask for.
+# Computations that clients request.
 # -----------------------------------------------------------------------------
 
 Buffers = Mapping[str, Tensor]
 
 
 @dataclass(eq=False)
-class Model:
+class StackedModel:
     """Weights of one client's network on the CPU, and its buffers by name."""
 
     weights: Tensor
     buffers: Buffers
 
     @classmethod
-    def of(cls, network: Network) -> Model:
-        """Return a copy of what a network holds."""
+    def of(cls, network: Network) -> StackedModel:
+        """Return a copy of a network's weights and buffers."""
         buffers = {name: values.clone() for name, values in network.module.named_buffers()}
         return cls(network.weights.clone(), buffers)
 
     def load(self, network: Network) -> None:
-        """Write it into a network."""
+        """Write weights and buffers into a network."""
         network.weights.copy_(self.weights)
         for name, values in network.module.named_buffers():
             values.copy_(self.buffers[name])
 
-    def equals(self, other: Model) -> bool:
+    def equals(self, other: StackedModel) -> bool:
         """Return whether two are equal."""
         return torch.equal(self.weights, other.weights) and all(
             torch.equal(values, other.buffers[name]) for name, values in self.buffers.items()
@@ -92,7 +92,7 @@ class Training:
     """
 
     network: Network
-    model: Model
+    model: StackedModel
     samples: Samples
     settings: TrainingSettings
     terms: Sequence[Pull | Frozen]
@@ -129,13 +129,13 @@ class Training:
         factors = (np.arange(size) < used[:, None]) / used[:, None]
         if weights is not None:
             factors = factors * weights.cpu().numpy()[indices]
-        model = Model.of(network)
+        model = StackedModel.of(network)
         real = factors.astype(np.float32)
         return cls(network, model, samples, settings, known, indices, used, real, seed)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What trainings that are stacked have in common."""
+        """Properties that stacked trainings must share."""
         settings, x = self.settings, self.samples.x
         terms = tuple(_signature(term) for term in self.terms)
         drawn = settings.optimizer, settings.augment, settings.dropout
@@ -143,10 +143,10 @@ class Training:
 
 
 @dataclass(eq=False)
-class Trained:
+class StackedResult:
     """A trained model, and the mean loss in training."""
 
-    model: Model
+    model: StackedModel
     loss: float
 
 
@@ -155,12 +155,12 @@ class Test:
     """A test of a model on samples."""
 
     network: Network
-    model: Model
+    model: StackedModel
     samples: Samples
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What tests that are stacked have in common."""
+        """Properties that stacked tests must share."""
         return self.network, self.samples.x.shape[1:]
 
 
@@ -179,7 +179,7 @@ class Differentiation:
     """
 
     network: Network
-    model: Model
+    model: StackedModel
     x: Tensor
     y: Tensor
     weights: Tensor | None
@@ -188,7 +188,7 @@ class Differentiation:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What gradients that are stacked have in common."""
+        """Properties that stacked gradients must share."""
         return self.network, self.x.shape[1:], self.training
 
 
@@ -198,7 +198,7 @@ class Differentiated:
 
     gradient: Tensor
     loss: Tensor
-    model: Model
+    model: StackedModel
     random: Tensor
 
 
@@ -219,9 +219,9 @@ def _signature(term: Pull | Frozen) -> tuple[object, ...]:
 class Workspace:
     """The memory of trainings of one kind, and their steps.
 
-    All is on the device, a row for each client, and stays where it is from one training to the
-    next. Clients are sorted by decreasing number of steps, so that the first rows are those that
-    still train.
+    All tensors are on the device, with a row per client, and keep their addresses from one training
+    to the next. Clients are sorted by decreasing number of steps, so that the first rows are those
+    that still train.
 
     Parameters
     ----------
@@ -230,9 +230,9 @@ class Workspace:
     store : SampleStore
         Holds the clients' samples.
     like : Training
-        A training of the kind.
+        A training of this kind.
     rows, width, steps : int
-        The most clients, samples of a mini-batch, and steps.
+        Maximum numbers of clients, samples of a mini-batch, and steps.
     device : torch.device
         The device.
     recorder : Recorder
@@ -287,11 +287,11 @@ class Workspace:
         self._replays: dict[int, Step] = {}
 
     def fits(self, rows: int, width: int, steps: int) -> bool:
-        """Return whether so many clients, samples and steps fit, and no samples have moved."""
+        """Return whether these numbers fit, and no samples have moved."""
         is_large_enough = rows <= self.rows and steps <= self.steps and width == self.width
         return is_large_enough and self._moves == self._store.moves
 
-    def train(self, trainings: Sequence[Training]) -> list[Trained]:
+    def train(self, trainings: Sequence[Training]) -> list[StackedResult]:
         """Train, and return models and losses in order."""
         order = sorted(range(len(trainings)), key=lambda i: -len(trainings[i].counts))
         own = [trainings[i] for i in order]
@@ -312,14 +312,16 @@ class Workspace:
             name: values[: len(own)].to("cpu", copy=True) for name, values in self._buffers.items()
         }
         losses = self._losses[: len(own)].tolist()
-        trained: list[Trained | None] = [None] * len(own)
+        trained: list[StackedResult | None] = [None] * len(own)
         for row, (place, training) in enumerate(zip(order, own, strict=True)):
-            model = Model(weights[row], {name: values[row] for name, values in buffers.items()})
-            trained[place] = Trained(model, losses[row] / int(training.counts.sum()))
+            model = StackedModel(
+                weights[row], {name: values[row] for name, values in buffers.items()}
+            )
+            trained[place] = StackedResult(model, losses[row] / int(training.counts.sum()))
         return [one for one in trained if one is not None]
 
     def _load(self, own: Sequence[Training]) -> None:
-        """Write what the trainings start from, and their mini-batches."""
+        """Write the initial models and the mini-batches of the trainings."""
         n, longest = len(own), len(own[0].counts)
         self._weights[:n] = torch.stack([training.model.weights for training in own])
         for name, values in self._buffers.items():
@@ -345,12 +347,12 @@ class Workspace:
             (self._factors, factors),
             (self._counts, counts),
         ):
-            # Rows beyond the clients take part in recorded steps: they have no samples.
+            # Rows beyond the clients take part in recorded steps, without samples.
             there[:longest].zero_()
             there[:longest, :n] = torch.from_numpy(new).to(self._device)
 
     def _draw(self, counts: Sequence[int], generators: Sequence[torch.Generator]) -> None:
-        """Draw the random numbers of a step, each client's as if it were alone."""
+        """Draw the random numbers of a step, for each client as if it trained alone."""
         if self._moved is None and not self._masks:
             return
         for row, (count, generator) in enumerate(zip(counts, generators, strict=False)):
@@ -371,7 +373,7 @@ class Workspace:
         Parameters
         ----------
         is_exact : bool
-            Whether all of these rows train whenever the step is taken.
+            Whether all rows train in every use of the step.
         """
         network, weights = self._network, self._weights[:rows]
         objective = network.network.objective
@@ -427,7 +429,7 @@ class Workspace:
         trained = dict(zip(self._network.trained, gradients, strict=True))
         lr = self._lr[:rows]
         if not self._terms and not self._kept:
-            # One pass over the weights.
+            # A single pass over the weights.
             for name, gradient in trained.items():
                 if gradient is not None:
                     column = (-1, *repeat(1, gradient.dim() - 1))
@@ -473,7 +475,7 @@ class _StackedTerm:
     Parameters
     ----------
     like : Pull or Frozen
-        One client's.
+        The term of one client.
     rows, d : int
         Numbers of clients and weights.
     device : torch.device
@@ -493,18 +495,18 @@ class _StackedTerm:
             self._where = torch.zeros(rows, d, dtype=torch.bool, device=device)
 
     def load(self, terms: Sequence[Pull | Frozen]) -> None:
-        """Take the clients' terms, of one kind, each part in one transfer."""
-        n, pulls = len(terms), [term for term in terms if isinstance(term, Pull)]
+        """Load the clients' terms, all of one kind, with one transfer per part."""
+        n, attractions = len(terms), [term for term in terms if isinstance(term, Pull)]
         if self._frozen is not None:
             frozen = [term.weights for term in terms if isinstance(term, Frozen)]
             self._frozen[:n] = torch.stack(frozen)
             return
         assert self._strength is not None
-        strengths = [torch.as_tensor(pull.strength).reshape(-1) for pull in pulls]
+        strengths = [torch.as_tensor(pull.strength).reshape(-1) for pull in attractions]
         self._strength[:n] = torch.stack(strengths)
         for there, values in (
-            (self._anchor, [pull.anchor for pull in pulls]),
-            (self._where, [pull.where for pull in pulls]),
+            (self._anchor, [pull.anchor for pull in attractions]),
+            (self._where, [pull.where for pull in attractions]),
         ):
             if there is not None:
                 there[:n] = torch.stack([own for own in values if own is not None])
@@ -534,12 +536,12 @@ def dropout_mask(share: float, shape: Sequence[int], generator: torch.Generator)
 
 @dataclass
 class Batches:
-    """How many clients have been stacked.
+    """Counts of stacked computations and clients.
 
     Attributes
     ----------
     count, clients : int
-        Stacked trainings and gradients, and the clients in all of them.
+        Numbers of stacked trainings and gradients, and of clients in all of them.
     """
 
     count: int = 0
@@ -575,7 +577,7 @@ class Stack:
     Attributes
     ----------
     batches : Batches
-        How many clients have been trained together.
+        Numbers of clients that were trained together.
     """
 
     device: torch.device
@@ -597,7 +599,7 @@ class Stack:
         self._stores, self._networks, self._workspaces, self._recorders = {}, {}, {}, {}
 
     def network(self, network: Network, x: Tensor) -> StackedNetwork | None:
-        """Return the stacked form of a network; None, said once, if there is none.
+        """Return the stacked form of a network; None, logged once, if there is none.
 
         Parameters
         ----------
@@ -621,10 +623,10 @@ class Stack:
 
     def compute(
         self, calls: Sequence[Call]
-    ) -> Sequence[Trained | tuple[Tensor, Tensor] | Differentiated]:
-        """Do what clients ask for, which is of one kind, in parts for which memory suffices."""
+    ) -> Sequence[StackedResult | tuple[Tensor, Tensor] | Differentiated]:
+        """Do clients' computations of one kind, in parts that fit into memory."""
         with exactness(self.device, self.precision):
-            done: list[Trained | tuple[Tensor, Tensor] | Differentiated] = []
+            done: list[StackedResult | tuple[Tensor, Tensor] | Differentiated] = []
             while len(done) < len(calls):
                 part = self._affordable(calls[len(done) :])
                 try:
@@ -636,7 +638,7 @@ class Stack:
             return done
 
     def _halve(self, part: Sequence[Call]) -> None:
-        """Release memory, and halve what one computation may take."""
+        """Release memory, and halve the limit of one computation."""
         self._workspaces.clear()
         self._recorders.clear()
         if self.device.type == "cuda":
@@ -644,17 +646,17 @@ class Stack:
         self.memory = sum(map(self._bytes_of, part)) // 2
 
     def _budget(self) -> int:
-        """Return how many bytes one computation may take."""
+        """Return the number of bytes that one computation may take."""
         if self.memory is not None:
             return self.memory
         if self.device.type != "cuda":
             return _CPU_BYTES
-        # What torch keeps for later is free, too.
+        # Memory that torch caches is free, too.
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(_GPU_SHARE * (torch.cuda.mem_get_info(self.device)[0] + kept))
 
     def _affordable(self, calls: Sequence[Call]) -> Sequence[Call]:
-        """Return the first calls for which memory suffices, at least one."""
+        """Return the first calls that fit into memory, at least one."""
         needed = np.cumsum([self._bytes_of(call) for call in calls])
         return calls[: max(1, int(np.searchsorted(needed, self._budget(), side="right")))]
 
@@ -671,7 +673,7 @@ class Stack:
 
     def _compute(
         self, calls: Sequence[Call]
-    ) -> Sequence[Trained | tuple[Tensor, Tensor] | Differentiated]:
+    ) -> Sequence[StackedResult | tuple[Tensor, Tensor] | Differentiated]:
         trainings = [call for call in calls if isinstance(call, Training)]
         if trainings:
             return self._train(trainings)
@@ -692,7 +694,7 @@ class Stack:
         store.hold([call.samples for call in calls])
         return store
 
-    def _train(self, trainings: Sequence[Training]) -> list[Trained]:
+    def _train(self, trainings: Sequence[Training]) -> list[StackedResult]:
         store, first = self._store(trainings), trainings[0]
         assert self.recorder is not None
         recorder = self._recorders.setdefault(first.network, self.recorder())
@@ -708,7 +710,7 @@ class Stack:
                 self._stacked(first), store, first, rows, width, steps, self.device, recorder
             )
         trained = space.train(trainings)
-        # The latest ones are kept.
+        # Only the latest workspaces are kept.
         self._workspaces[kind] = space
         while len(self._workspaces) > _MOST_WORKSPACES:
             del self._workspaces[next(iter(self._workspaces))]
@@ -718,7 +720,7 @@ class Stack:
     # Tests.
 
     def _test(self, tests: Sequence[Test]) -> list[tuple[Tensor, Tensor]]:
-        """Return loss and score of each sample of each test; equal models are one."""
+        """Return loss and score of each sample of each test; equal models are computed once."""
         store, stacked = self._store(tests), self._stacked(tests[0])
         groups = _by_model(tests)
         order = sorted(groups, key=lambda own: -sum(len(test.samples) for test in own))
@@ -798,7 +800,7 @@ class Stack:
         done = []
         for row, call in enumerate(calls):
             buffers = {**call.model.buffers, **{n: values[row] for n, values in changed.items()}}
-            model = Model(call.model.weights, buffers)
+            model = StackedModel(call.model.weights, buffers)
             done.append(Differentiated(gradient[row], loss[row], model, states[row]))
         return done
 
@@ -826,7 +828,7 @@ def _by_model(tests: Sequence[Test]) -> list[list[Test]]:
     groups: dict[bytes, list[list[Test]]] = {}
     for test in tests:
         weights = test.model.weights
-        # A few weights tell most models apart.
+        # Compared by a few weights first, which distinguish most models.
         alike = groups.setdefault(weights[:: max(1, len(weights) // 16)].numpy().tobytes(), [])
         for group in alike:
             if group[0].model.equals(test.model):
@@ -851,13 +853,13 @@ def _filled(values: Tensor, width: int) -> Tensor:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error says that a GPU's memory, or a CPU's, does not suffice."""
+    """Return whether an error means that GPU or main memory is exhausted."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager
 def exactness(device: torch.device, precision: str) -> Iterator[None]:
-    """Let a GPU compute products in a precision: exact ones of float32 by default."""
+    """Set a GPU's precision of products within the context; by default exact float32."""
     if device.type != "cuda":
         yield
         return

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters
 from raceme.core.errors import UserError
-from raceme.core.files import check_room
+from raceme.core.files import check_memory
 from raceme.core.messages import Vector
 from raceme.strategies.shared import affinity
 
@@ -42,10 +42,10 @@ class Code:
 
 
 def since(w: Vector, base: Vector | None) -> Vector:
-    """Return what is compared: a model, or its change since the received one (our own).
+    """Return the compared vector: the model, or its change since the received one (our own).
 
-    Models of equal clients differ with the time of training: whole models, and changes since the
-    initial one, tell stragglers apart. Changes since each client's received model do not.
+    Whole models, and changes since the initial model, also depend on the time of training, so that
+    stragglers differ from clients with equal data. Changes since the received model do not.
     """
     return w if base is None else w - base
 
@@ -94,7 +94,7 @@ class Sketches:
             )
         # Entries per column of the sparse projection, each a value and an index.
         entries = size * max(1.0, len(reference) ** 0.5)
-        check_room(int(32 * entries), f"A projection of models to {size:,} numbers")
+        check_memory(int(32 * entries), f"A projection of models to {size:,} numbers")
         self._reference = reference.copy()
         self._squared = float(reference @ reference)
         # Imported late: takes a second, and only sketches need it.
@@ -199,7 +199,7 @@ class ModelBuffers:
         if not len(owners):
             return owners, np.empty(0, np.float32)
         slots = self.slots[buffer, owners]
-        # Gathering copies rows; comparing with all is cheaper if most are wanted.
+        # Selecting rows copies them; comparing with all rows is cheaper if most are needed.
         if 2 * len(slots) > len(self.codes):
             return owners, (self.codes @ query)[slots]
         return owners, self.codes[slots] @ query
@@ -258,10 +258,10 @@ class ModelBuffers:
     ) -> None:
         """Drop items until the budget M holds, Algorithm 2.
 
-        Items of pairs without a similarity are kept first, then those in the buffers of clients
-        with the smallest α_i, eq (11), i.e. slow clients. Our reading of what the paper leaves
-        open: since α_i decreases with t, values within a tenth count as equal, and ties are broken
-        at random so that no buffer starves.
+        Items of pairs without a similarity have priority, then those in the buffers of clients with
+        the smallest α_i, eq (11), i.e. slow clients. Our reading where the paper is silent: since
+        α_i decreases with t, values within a tenth count as equal, and ties are broken at random so
+        that no buffer starves.
 
         Parameters
         ----------
@@ -412,11 +412,12 @@ class Landmarks:
 # -----------------------------------------------------------------------------
 # Skipping eigenvalue computations: a bound on the movement of a cluster's eigenvalues.
 #
-# Looking at a cluster means the eigenvalues of its Laplacian, the dearest part of CASA. An update
-# changes one row and column of the similarities. By Weyl's inequality no eigenvalue moves by more
-# than the spectral norm of the change, so no gap grows by more than twice that. As long as the
-# largest gap seen, and all that may have been added since, stay below the threshold, the decision
-# is known to be no without looking. Decisions are exactly those of looking every time.
+# The eigenvalues of a cluster's Laplacian are the most expensive part of CASA. An update changes
+# one row and column of the similarities. By Weyl's inequality no eigenvalue moves by more than the
+# spectral norm of the change, so that no gap grows by more than twice that. While the last computed
+# gap plus the largest possible growth since then stays below the threshold, the cluster cannot be
+# due for a split, and no computation is needed. Decisions are exactly those of computing every
+# time.
 # -----------------------------------------------------------------------------
 
 
@@ -471,7 +472,7 @@ class SplitWatch:
     drift: float = 0.0
 
     @classmethod
-    def over(
+    def for_members(
         cls, members: NDArray[np.intp], computed: NDArray[np.bool_], clients: int
     ) -> SplitWatch:
         """Start to watch a cluster.
@@ -491,7 +492,7 @@ class SplitWatch:
         known = int(np.count_nonzero(computed[np.ix_(members, members)]))
         return cls(members, position, missing=(len(members) ** 2 - known) // 2)
 
-    def look(self, weights: NDArray[np.float64], gap: float) -> None:
+    def record_computation(self, weights: NDArray[np.float64], gap: float) -> None:
         """Record a computation.
 
         Parameters

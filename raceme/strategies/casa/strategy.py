@@ -49,11 +49,11 @@ log = getLogger("raceme")
 
 _UNASSIGNED = -1
 _LOG_GAP = math.log(0.02)
-"""Logarithm of an eigengap that is hardly reached: the paper's lie between 1e-4 and 1e-3. On digits
-in four label groups ten clients, which need 0.016, are split, but eight, which need 0.024, are
-not."""
+"""Logarithm of an eigengap that is rarely reached; the paper's gaps are between 1e-4 and 1e-3. On
+the digits in four label groups, ten clients, which need a gap of 0.016, are split; eight clients,
+which need 0.024, are not."""
 _MOST = 100_000
-"""Least number of clients that is not looked for any more."""
+"""Largest number of clients that the warning about small fleets considers."""
 
 
 GAP = MeasureSchema(
@@ -66,7 +66,7 @@ GAP = MeasureSchema(
 )
 """One event per computation of a cluster's eigengaps, with the gap beyond which it is split."""
 SPLITS = MeasureSchema("splits", "splits", ("explanation",), summary="last", figure="none")
-"""Why there are as many clusters as there are."""
+"""Reason for the number of clusters."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class CASAParameters:
     noise_guard: float = option(0.0, "least gap, in gaps of shuffled similarities (0: any)", low=0)
     missing_pairs: str = option(
         "wait",
-        "a cluster with pairs that are not compared yet: wait for them, leave-out the clients that "
-        "lack some, or split with a similarity of zero",
+        "a cluster with pairs that are not compared yet: wait for them, leave-out clients with "
+        "such pairs, or split with a similarity of zero",
         among=("wait", "leave-out", "zero"),
     )
     patience: float = option(
@@ -156,7 +156,7 @@ class CASAState:
     watches : dict[int, SplitWatch]
         Bounds of the eigengaps of each cluster since the last computation.
     attempt : Attempt
-        The computation since the last split that was nearest to one.
+        The computation since the last split that came nearest to a split.
     alone : int
         Number of clients that were split off alone.
     """
@@ -221,7 +221,7 @@ class CASA(Method):
 
     @property
     def needs(self) -> Needs:
-        """The models that clients train from, if changes are compared."""
+        """Base models, if changes are compared."""
         return Needs(bases=self._compares_changes)
 
     @property
@@ -237,7 +237,7 @@ class CASA(Method):
         def log_decay(size: int) -> float:
             return math.log(cluster_decay(size, 1.0, own.alpha0))
 
-        # α_c^(1/γ), the least gap that splits, is at most a large one.
+        # The least gap that leads to a split, α_c^(1/γ), is at most one that is rarely reached.
         least = next((n for n in range(3, _MOST) if log_decay(n) <= own.gamma * _LOG_GAP), _MOST)
         if clients < least:
             highest = math.floor(100 * log_decay(max(clients, 3)) / _LOG_GAP) / 100
@@ -328,7 +328,7 @@ class CASA(Method):
         self.state.round += 1
         newcomer = not self.clusters.is_placed(client)
         self._note_model(update)
-        with self._as_member(client):
+        with self._count_as_member(client):
             if client in self._index:
                 self._c_phase(self._index[client], update, newcomer)
             else:
@@ -336,8 +336,8 @@ class CASA(Method):
             return self._a_phase(update, newcomer)
 
     @contextmanager
-    def _as_member(self, client: str) -> Iterator[None]:
-        """Count a presumably offline client that sent an update as a member."""
+    def _count_as_member(self, client: str) -> Iterator[None]:
+        """Count a client that sent an update as a member, even if it is reported offline."""
         i = self._index.get(client)
         if i is None or self._present[i]:
             yield
@@ -351,7 +351,7 @@ class CASA(Method):
     def _c_phase(self, i: int, update: Update, newcomer: bool) -> None:
         """Place a newcomer, compare, split and buffer: eqs (10) to (15), Algorithms 2 and 3."""
         client = update.task.client
-        # The number changes with the data.
+        # The number of examples changes with the data.
         self.state.examples[i] = update.num_examples
         base = update.base if self._compares_changes else None
         code = self._encoder.encode(self.compared(since(update.vector, base)))
@@ -403,8 +403,8 @@ class CASA(Method):
     def _alpha_c(self, k: int, size: int | None = None) -> float:
         """Return α_c,k, eq (6), optionally for another size.
 
-        At most 1, as a share of a model, which α0 > 2 would exceed for small clusters (our reading;
-        eqs (7), (14) and (17) use this α_c,k).
+        Limited to 1, since α0 > 2 would give small clusters a share above 1 (our reading; eqs (7),
+        (14) and (17) use the limited α_c,k).
         """
         if not self.parameters.bi_level:
             return self.parameters.constant_alpha
@@ -439,7 +439,8 @@ class CASA(Method):
     def _buffer(self, i: int, code: Code, start: int) -> None:
         """Insert w_i into the buffers of its cluster unless redundant, Algorithm 2.
 
-        Newcomers are given it too: eq (15) compares them with the clients of every cluster.
+        It also enters the buffers of newcomers, which eq (15) compares with the clients of every
+        cluster.
         """
         state, n = self.state, len(self.state.clients)
         k = int(self._cluster[i])
@@ -456,16 +457,16 @@ class CASA(Method):
     def _split_if_due(self, k: int) -> None:
         """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8.
 
-        Algorithm 3 says nothing of pairs that are not compared yet; section 4.3 says that "we need
-        all the pairwise similarities to make clustering decisions". So a cluster waits for them
-        (our reading), for as long as its slowest client takes. With ``missing_pairs`` "leave-out",
-        our own, the clients that lack some are left out, once there are `patience` updates for each
-        client, and follow the part that they are most similar to, as far as that is known. With
-        "zero" Algorithm 3 is taken by the letter, and A has 0 where nothing was written yet.
+        Algorithm 3 does not mention pairs that are not compared yet; section 4.3 says that "we need
+        all the pairwise similarities to make clustering decisions". So a cluster waits for all
+        pairs (our reading), as long as its slowest client takes. With ``missing_pairs`` "leave-out"
+        (our own), clients with such pairs are left out of the decision once there are `patience`
+        updates per client; they join the most similar part, if known. With "zero", Algorithm 3 is
+        followed literally: A is 0 for pairs without a value.
         """
         watch, gamma = self._watch(k), self.parameters.gamma
         members, how = watch.members, self.parameters.missing_pairs
-        # Initially few pairs are known, and splits would be random.
+        # At first few pairs are known, and splits would be random.
         patient = self.state.round < self.parameters.patience * len(self.state.clients)
         if watch.missing and (how == "wait" or (how == "leave-out" and patient)):
             return
@@ -478,9 +479,9 @@ class CASA(Method):
         weights = spectral.affinity(self.state.similarity[np.ix_(members, members)])
         gap = spectral.largest_gap(weights)
         if not leaves_out:
-            watch.look(weights, gap.size if gap else 0.0)
+            watch.record_computation(weights, gap.size if gap else 0.0)
         if gap is not None:
-            self._note_gap(k, Attempt(gap.size, alpha_c ** (1.0 / gamma)))
+            self._record_gap(k, Attempt(gap.size, alpha_c ** (1.0 / gamma)))
         if gap is None or not spectral.should_split(alpha_c, gap.size, gamma):
             return
         guard = self.parameters.noise_guard
@@ -499,7 +500,7 @@ class CASA(Method):
         self.state.alone += sum(len(part) == 1 for part in names)
         self._measure(SPLITS, explanation=self._explanation())
 
-    def _note_gap(self, k: int, attempt: Attempt) -> None:
+    def _record_gap(self, k: int, attempt: Attempt) -> None:
         """Report a cluster's eigengap, and explain the clusters if it is nearest to a split."""
         self._measure(GAP, cluster=k, gap=attempt.gap, needed=attempt.needed)
         nearest = self.state.attempt
@@ -508,7 +509,7 @@ class CASA(Method):
             self._measure(SPLITS, explanation=self._explanation())
 
     def _explanation(self) -> str:
-        """Return why there are as many clusters as there are."""
+        """Return the reason for the number of clusters."""
         count, state, nearest = len(self.models), self.state, self.state.attempt
         text = "one cluster" if count == 1 else f"{count} clusters"
         if nearest.gap:
@@ -575,7 +576,7 @@ class CASA(Method):
         for k, model in self.models.items():
             inside = owners[self._cluster[owners] == k]
             if len(inside):
-                most = self.progress.fleet.most_counted()
+                most = self.progress.fleet.largest_plausible()
                 weights = np.minimum(state.examples[inside], most).astype(np.float64)
                 representative = state.buffers.mean_of(i, inside, weights)
             else:
@@ -588,7 +589,7 @@ class CASA(Method):
         """Return the split watch of cluster k."""
         if k not in self.state.watches:
             n = len(self.state.clients)
-            self.state.watches[k] = SplitWatch.over(self._members(k), self.state.computed, n)
+            self.state.watches[k] = SplitWatch.for_members(self._members(k), self.state.computed, n)
         return self.state.watches[k]
 
     def _size(self, k: int) -> int:
@@ -608,10 +609,10 @@ class CASA(Method):
 #
 # Liu et al., "CASA: Clustered Federated Learning with Asynchronous Clients", KDD 2024, section 4.4.
 # The staler a client's update was, the larger the share of its smallest weights that it does not
-# train next time (eq 17). The mask travels with the model; the client trains the other weights
-# only, which takes it so much less time, and the server mixes only these in (eq 16). Masked weights
-# are frozen at the received values, not set to 0: eq (16) leaves the server's as they are where
-# m = 0, and the paper does not say what the client does with them (our reading).
+# train next time (eq 17). The mask is sent with the model. The client trains the other weights
+# only, which takes less time in proportion, and the server mixes in only these (eq 16). Masked
+# weights are frozen at the received values, not set to 0 (our reading): eq (16) does not change the
+# server's weights where m = 0, and the paper does not specify the client's.
 # -----------------------------------------------------------------------------
 
 

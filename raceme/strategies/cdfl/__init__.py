@@ -1,1 +1,1 @@
-"""CDFL, and FedSoft, which it is compared with."""
+"""CDFL, and its baseline FedSoft."""

@@ -83,7 +83,7 @@ class FedSoftState:
     importance : dict[str, list[float]]
         u_k: importance of each cluster, in order, to each client that has answered.
     drawn : dict[str, list[int]]
-        Clusters that have drawn each client of the present round.
+        Clusters that have drawn each client in the present round.
     pretrained : bool
         Whether the clusters started from pre-trained models of the distributions.
     """
@@ -139,9 +139,9 @@ class FedSoft(Method):
 
     # Every few rounds: importance.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query losses before every few rounds."""
-        asked = self.scheduling.ask_first(moment, every=self.parameters.estimate_every)
+        asked = self.scheduling.ask_first(context, every=self.parameters.estimate_every)
         if asked is not None:
             return [self._measure(client) for client in asked]
         return None
@@ -187,7 +187,7 @@ class FedSoft(Method):
         fleet, count = self.progress.fleet, len(self.models)
         alike = [1.0 / count] * count
         shares = np.array([self.state.importance.get(client, alike) for client in clients])
-        examples = np.array([max(1, fleet.counted(client)) for client in clients])
+        examples = np.array([max(1, fleet.plausible_examples(client)) for client in clients])
         weights = shares * examples[:, None]
         return np.asarray(weights / weights.sum(axis=0))
 

@@ -223,7 +223,7 @@ class CDFLParameters(SoftParameters):
     high_bar: str = option(
         "lower",
         "a bar above the smallest value: lower it to that, or keep it as printed, which favours "
-        "the best cluster as long as the bar is below the mean",
+        "the best cluster while the bar is below the mean",
         among=("lower", "keep"),
     )
 

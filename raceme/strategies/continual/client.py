@@ -1,6 +1,6 @@
-"""Client halves for one task after another: EWC, and the decomposed weights of APD and FedWeIT.
+"""Client halves of continual learning: EWC, and the decomposed weights of APD and FedWeIT.
 
-A task of a client is a step of its data. What a client needs of former tasks it keeps in its state.
+A task of a client is a step of its data. The client's state has what it needs of former tasks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from raceme.training.work import (
 
 # -----------------------------------------------------------------------------
 # EWC. The client keeps its weights at the end of the former task, the Fisher information of all
-# former tasks, and its own model as it last trained it.
+# former tasks, and the model that it trained last.
 # -----------------------------------------------------------------------------
 
 
 FISHER = "fisher"
-"""Record of a client's state: how much each weight matters for its former tasks."""
+"""Record of a client's state: Fisher information, each weight's importance for former tasks."""
 FORMER = "former"
 """Record of a client's state: its weights at the end of its former task."""
 TRAINED = "trained"
@@ -57,8 +57,8 @@ TRAINED = "trained"
 def train_elastic(work: ClientWork) -> WorkResult:
     """Train the received model with elastic weight consolidation (EWC).
 
-    Where the client's data have moved on since its last training, the task before is over: first
-    of all its Fisher information is added to that of the tasks before it.
+    If the client's data have changed since its last training, the former task is over, and its
+    Fisher information is first added to that of earlier tasks.
     """
     state, passed = work.state, _consolidate(work)
     strength = work.number(keys.ELASTIC_STRENGTH, 0.0)
@@ -66,7 +66,7 @@ def train_elastic(work: ClientWork) -> WorkResult:
     terms = [elastic(strength, held[FISHER], held[FORMER])] if held else []
     answer = train_model(work, work.model, forward=passed, terms=terms)
     assert answer.model is not None, "training answers with a model"
-    # A training that diverged is refused by the server; it must not spoil all that follow.
+    # The server refuses a diverged training; its weights must not enter the client's state.
     if is_usable(work.client.network.weights):
         state[OWN_MODEL] = answer.model
         state[TRAINED] = ConfigRecord({names.STEP: work.step})
@@ -74,7 +74,7 @@ def train_elastic(work: ClientWork) -> WorkResult:
 
 
 def _consolidate(work: ClientWork) -> int:
-    """Take the end of a task in, if one is over; return how many passes of samples that took.
+    """Add the Fisher information of a task that is over; return the passes of samples it took.
 
     F ← γ F + F_t and w* ← w_t, the client's own weights after its last training on the task.
     """
@@ -95,9 +95,8 @@ def _consolidate(work: ClientWork) -> int:
 def fisher_information(network: Network, samples: Samples) -> Tensor:
     """Return the diagonal of the empirical Fisher information at a network's weights.
 
-    The mean over samples of the squared gradient of each one's loss, with the label that it has
-    (Kirkpatrick et al. have labels drawn from the network's own prediction; the two agree where
-    it predicts well).
+    The mean over samples of the squared gradient of the loss, with the sample's true label.
+    Kirkpatrick et al. draw labels from the network's prediction; the two agree if it predicts well.
 
     Returns
     -------
@@ -115,16 +114,16 @@ def fisher_information(network: Network, samples: Samples) -> Tensor:
 def elastic(strength: float, fisher: ArrayRecord, former: ArrayRecord) -> TermBuilder:
     """Return EWC's term (Kirkpatrick et al. 2017): the gradient of λ/2 Σ_i F_i (w_i - w*_i)².
 
-    The gradient is λF / (1 + η λF) (w - w*), with η the learning rate: that of the penalty's Moreau
-    envelope, by which a step goes to w* and never past it, however large λF is. Where η λF is
-    small, as in the paper, it is λF (w - w*).
+    The gradient is λF / (1 + η λF) (w - w*), with η the learning rate. It is the gradient of the
+    penalty's Moreau envelope: a step moves towards w* and never past it, however large λF is. For
+    small η λF, as in the paper, it equals λF (w - w*).
 
     Parameters
     ----------
     strength : float
         λ: strength of the penalty, at least 0.
     fisher, former : ArrayRecord
-        F and w*: how much each weight matters for former tasks, and where it was.
+        F and w*: importance of each weight for former tasks, and the weights after the last one.
 
     Raises
     ------
@@ -143,44 +142,42 @@ def elastic(strength: float, fisher: ArrayRecord, former: ArrayRecord) -> TermBu
 
 
 # -----------------------------------------------------------------------------
-# Weights that are made of a shared part and of parts for each task: APD and FedWeIT.
+# Weights composed of a shared part and of parts for each task: APD and FedWeIT.
 #
 # The weights of task t are
 #
 #     θ_t = σ ⊙ M_t + τ_t + b_t,
 #
-# with σ shared by all tasks and all clients, a mask M_t with one number for each unit, task-
-# adaptive weights τ_t, few of which are not 0, and b_t, what a task borrows of other clients: Σ_i
-# α_i A_i with one α_i for each array of a network. In FedWeIT σ, M and τ are called B, m and A; APD
-# has no b.
+# with σ shared by all tasks and all clients, a mask M_t with one number for each unit, sparse
+# task-adaptive weights τ_t, and weights b_t borrowed from other clients: Σ_i α_i A_i with one α_i
+# for each array of a network. In FedWeIT σ, M and τ are called B, m and A; APD has no b.
 #
-# What is made small together with the loss of θ_t is
+# Training minimises the loss of θ_t plus
 #
 #     λ1 Σ_i ‖τ_i‖₁ + λ2 Σ_{i<t} ‖θ_i* − (σ ⊙ M_i + τ_i + b_i)‖² + μ/2 ‖σ − σ₀‖²,
 #
 # where θ_i* are the weights of a former task when the present one began. The first two terms are
-# not left to the gradient, but follow each step of it as proximal steps, which have a closed form:
-# so task-adaptive weights become 0 and not merely small, and λ2 may be as large as one likes (the
-# papers' 100 would make plain gradient descent diverge at the learning rates used here).
+# not part of the gradient; after each gradient step they are applied as proximal steps, which have
+# a closed form. So task-adaptive weights become exactly 0, and any λ2 is stable (the papers' 100
+# would make plain gradient descent diverge at the learning rates used here).
 # -----------------------------------------------------------------------------
 
 
 _FIRST_SIGMOID = 0.9
-"""Start of a sigmoid mask: near 1, where nothing is masked, and not yet flat."""
+"""Start of a sigmoid mask: near 1, so that nothing is masked, but where the slope is not small."""
 
 
 class Masks:
     """Masks of the units of a network: one number for all weights that go into a unit.
 
-    A unit is a row of a matrix, or a kernel of a convolution, for each of its outputs. Arrays of
-    one dimension, biases, have no mask.
+    A unit is an output: a row of a matrix, or a kernel of a convolution. Biases have no mask.
 
     Parameters
     ----------
     network : Network
         Network whose units are masked.
     sigmoid : bool
-        Whether a mask M is the sigmoid of what is trained (APD), or what is trained itself.
+        Whether a mask M is the sigmoid of the trained numbers (APD), or these themselves.
     """
 
     def __init__(self, network: Network, sigmoid: bool) -> None:
@@ -197,21 +194,21 @@ class Masks:
             else:
                 units.append(torch.full((math.prod(shape),), -1))
         self._unit = torch.cat(units).to(network.accelerator)
-        # Weights without a mask have that of a unit behind the last one, which is always 1.
+        # Weights without a mask belong to an extra last unit, whose mask is always 1.
         self._unit[self._unit < 0] = self.count
 
     def first(self) -> Tensor:
-        """Return what the mask of a new task starts from, shape (units,)."""
+        """Return the initial numbers of a new task's mask, shape (units,)."""
         first = math.log(_FIRST_SIGMOID / (1 - _FIRST_SIGMOID)) if self.sigmoid else 1.0
         return torch.full((self.count,), first, device=self._unit.device)
 
     def of_weights(self, trained: Tensor) -> Tensor:
-        """Return M for each weight, shape (d,), of what is trained, shape (units,)."""
+        """Return M for each weight, shape (d,), from the trained numbers, shape (units,)."""
         mask = torch.sigmoid(trained) if self.sigmoid else trained
         return torch.cat([mask, mask.new_ones(1)])[self._unit]
 
     def gradient(self, trained: Tensor, of_weights: Tensor) -> Tensor:
-        """Return the gradient of what is trained, given that of M for each weight."""
+        """Return the gradient of the trained numbers, from that of M for each weight."""
         summed = of_weights.new_zeros(self.count + 1)
         summed = summed.index_add_(0, self._unit, of_weights)[:-1]
         if self.sigmoid:
@@ -227,13 +224,13 @@ class TaskPart:
     Attributes
     ----------
     mask : Tensor
-        What is trained of M, shape (units,).
+        Trained numbers of M, shape (units,).
     adaptive : Tensor
         τ: task-adaptive weights, shape (d,).
     borrowed : Tensor
         b: weighted sum of other clients' weights, shape (d,).
     shares : Tensor
-        α for each client that it borrows from and each array, shape (clients, arrays).
+        α for each client whose weights are borrowed and each array, shape (clients, arrays).
     held : Tensor
         θ*, shape (d,); empty for the task that is trained.
     """
@@ -246,7 +243,7 @@ class TaskPart:
 
     @classmethod
     def new(cls, masks: Masks, weights: int, clients: int = 0, arrays: int = 0) -> TaskPart:
-        """Return the part of a task that begins: nothing of its own, and nothing borrowed."""
+        """Return the part of a new task: no weights of its own, and none borrowed."""
         mask = masks.first()
         nothing, shares = mask.new_zeros(weights), mask.new_zeros(clients, arrays)
         return cls(mask, nothing, nothing.clone(), shares, mask.new_empty(0))
@@ -258,7 +255,7 @@ class TaskPart:
 
 @dataclass(frozen=True)
 class Strengths:
-    """Strengths of the penalties that hold the parts.
+    """Strengths of the penalties on the parts.
 
     Attributes
     ----------
@@ -272,7 +269,7 @@ class Strengths:
     Raises
     ------
     ValueError
-        One is below 0, or not finite.
+        A strength is below 0, or not finite.
     """
 
     sparsity: float
@@ -286,20 +283,20 @@ class Strengths:
 
 
 class Decomposition:
-    """The parts of a network's weights, trained by the gradient of these.
+    """The parts of a network's weights, trained by the gradient of the weights.
 
     Parameters
     ----------
     network : Network
-        Holds θ of the present task; each step sets it anew.
+        Network with θ of the present task, which each step updates.
     masks : Masks
         Layout of the masks of the network's units.
     shared : Tensor
         σ as it was received.
     part : TaskPart
-        The present task's; :meth:`finish` sets what was trained of it.
+        Part of the present task; :meth:`finish` stores the trained numbers in it.
     formers : Sequence[TaskPart]
-        Those of former tasks; each step changes their task-adaptive weights.
+        Parts of former tasks; each step changes their task-adaptive weights.
     others : Tensor
         A_i of other clients, shape (clients, d).
     strengths : Strengths
@@ -344,13 +341,13 @@ class Decomposition:
         self.compose()
 
     def compose(self) -> None:
-        """Set the network's weights to those that the parts make together."""
+        """Set the network's weights to those composed of the parts."""
         self._of_weights = self._masks.of_weights(self._mask)
         torch.mul(self.shared, self._of_weights, out=self._network.weights)
         self._network.weights.add_(self._adaptive).add_(self._borrowed())
 
     def descent(self, network: Network, settings: TrainingSettings) -> Descent:
-        """Return what makes a step of the parts, given the gradient of the network's weights."""
+        """Return a function that makes a step, given the gradient of the network's weights."""
         move = optimiser_of(self, settings)
 
         def descend() -> None:
@@ -363,7 +360,7 @@ class Decomposition:
         return descend
 
     def finish(self) -> None:
-        """Write what was trained into the present task's part."""
+        """Store the trained numbers in the present task's part."""
         part = self._part
         part.mask, part.adaptive = self._mask.clone(), self._adaptive.clone()
         part.shares, part.borrowed = self._shares.clone(), self._borrowed()
@@ -373,7 +370,7 @@ class Decomposition:
         return (self._shares[:, self._array] * self._others).sum(0)
 
     def _differentiate(self, gradient: Tensor) -> None:
-        """Set the gradients of the parts from that of the weights that they make."""
+        """Set the gradients of the parts from that of the network's weights."""
         shared, mask, adaptive, shares = self._gradients
         torch.mul(gradient, self._of_weights, out=shared)
         shared.add_(self.shared - self._start, alpha=self._strengths.mu)
@@ -387,12 +384,12 @@ class Decomposition:
     def _hold(self, lr: float) -> None:
         """Make the proximal step of λ2 Σ_i ‖θ_i* − (σ ⊙ M_i + τ_i + b_i)‖², over σ and all τ_i.
 
-        Of x = (σ, τ_1, …) it is where ‖x − x₀‖² / 2η and the term are least together. With
-        k = 2 η λ2 and κ = k / (1 + k) that is
+        The result minimises ‖x − x₀‖² / 2η plus the term over x = (σ, τ_1, …). With k = 2 η λ2 and
+        κ = k / (1 + k) that is
 
             σ = (σ₀ − κ Σ M_i (τ_i + b_i − θ_i*)) / (1 + κ Σ M_i²),
 
-        and each τ_i takes the share κ of what is then left of its residual.
+        and each τ_i is reduced by the share κ of the residual that then remains.
         """
         k = 2.0 * lr * self._strengths.drift
         if not k or not self._formers:
@@ -411,7 +408,7 @@ class Decomposition:
     def _shrink(self, lr: float) -> None:
         """Make the proximal step of λ1 Σ_i ‖τ_i‖₁: towards 0 by η λ1, and not past it.
 
-        A mask that is no sigmoid is sparse too (FedWeIT's Ω has m beside A).
+        Masks that are not sigmoids are sparse, too (FedWeIT's Ω includes m).
         """
         step = lr * self._strengths.sparsity
         if not step:
@@ -424,18 +421,18 @@ class Decomposition:
 
 
 # -----------------------------------------------------------------------------
-# What a client keeps of each of its tasks: its parts of decomposed weights, in its state.
+# Memory of a client for each of its tasks: the parts of decomposed weights, in its state.
 # -----------------------------------------------------------------------------
 
 
 _PART = "part-"
-"""Records of a client's state: what it keeps of a task, by the task's number."""
+"""Prefix of the records of a client's state with the parts of a task, by the task's number."""
 _LOGITS = "logits"
-"""Name of a mask in such a record if M is the sigmoid of it."""
+"""Name of the trained numbers of a mask in such a record, if M is their sigmoid."""
 
 
 def complete(work: ClientWork) -> None:
-    """Complete the shared weights in a client's network by those of a task."""
+    """Complete the shared weights in a client's network with the client's parts for a task."""
     if _key(work.step) in work.state:
         network, record = work.client.network, work.state.array_records[_key(work.step)]
         masks = Masks(network, sigmoid=_LOGITS in record)
@@ -463,7 +460,7 @@ def _written(part: TaskPart, masks: Masks) -> ArrayRecord:
 
 
 # -----------------------------------------------------------------------------
-# Work on decomposed weights. The model that travels is the shared part.
+# Work on decomposed weights. Server and clients exchange the shared part.
 # -----------------------------------------------------------------------------
 
 
@@ -476,8 +473,8 @@ def train_decomposed(work: ClientWork) -> WorkResult:
 def train_borrowing(work: ClientWork) -> WorkResult:
     """Train as APD does, with task weights of other clients (FedWeIT).
 
-    What was sent of others when the task began is kept for as long as it lasts. The answer states
-    the task-adaptive weights, for others to borrow.
+    Weights received from other clients at the start of a task are kept until its end. The answer
+    states the client's task-adaptive weights, which others may borrow.
     """
     state, own = work.state, keys.OTHERS + f"-{work.step}"
     if _key(work.step) not in state:
@@ -518,12 +515,12 @@ def _train(
         mu=work.number(names.PROXIMAL_MU, 0.0),
     )
     parts = Decomposition(network, masks, shared, kept[present], formers, others, strengths)
-    # FedProx's term is on the shared part, not on what is made of it.
+    # FedProx's term acts on the shared part, not on the composed weights.
     settings = replace(work.training_settings(), proximal_mu=0.0)
     loss = train(network, client.train, settings, work.generator(), descent=parts.descent)
     parts.finish()
     scores |= score_upload(work)
-    # A training that diverged is refused by the server; it must not spoil all that follow.
+    # The server refuses a diverged training; its weights must not enter the client's state.
     if is_usable(parts.weights) and all(is_usable(part.adaptive) for part in formers):
         for name, part in kept.items():
             work.state[name] = _written(part, masks)

@@ -1,6 +1,6 @@
 """Continual learning: FedProx-EWC, Stable SGD, FedProx-APD and FedWeIT, and their common part.
 
-A task is a step of a client's data, with ``--drift tasks`` or any other drift; without a drift
+A task is a step of a client's data, with ``--drift tasks`` or any other drift. Without a drift
 there is one task.
 """
 
@@ -70,7 +70,7 @@ class EWCParameters(TaskRoundsParameters):
 
     strength: float = option(1000.0, "λ: strength of the pull to former tasks' weights", low=0)
     memory: float = option(
-        1.0, "γ: share of former tasks' information that is left after the next", low=0, high=1
+        1.0, "γ: share of former tasks' information that remains after the next task", low=0, high=1
     )
 
 
@@ -120,12 +120,12 @@ class EWC(TaskRounds):
 class StableSGDParameters(TaskRoundsParameters):
     """Hyper-parameters of Stable SGD."""
 
-    dropout: float = option(0.25, "share of hidden units that a step leaves out", low=0, below=1)
+    dropout: float = option(0.25, "share of hidden units dropped in a step", low=0, below=1)
     decay: float = option(
-        0.8, "γ: share of the learning rate that is left from one task to the next", above=0, high=1
+        0.8, "γ: factor of the learning rate from one task to the next", above=0, high=1
     )
     batch_size: int | None = option(
-        None, "samples per step, small ones for wide minima (auto: the run's)", low=1
+        None, "samples per step; few lead to wide minima (auto: the run's)", low=1
     )
 
 
@@ -250,7 +250,7 @@ class FedWeITParameters(APDParameters):
         0.01, "λ1: strength of the L1 norm of masks and task-adaptive weights", low=0
     )
     others: int = option(
-        5, "other clients, at most, whose task-adaptive weights a client is sent", low=0
+        5, "most other clients whose task-adaptive weights a client receives", low=0
     )
 
 

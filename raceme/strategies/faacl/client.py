@@ -1,7 +1,7 @@
-"""C-FAACL's client half: what a client remembers of the data of its former tasks.
+"""C-FAACL's client half: stored samples of former tasks, and evaluations on them.
 
-A sample of each, never trained on, is a record of the client's state; it leaves the client only
-where :func:`lend` is asked for.
+A sample of each task, never trained on, is a record of the client's state. It leaves the client
+only on a request for :func:`lend`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def learn(work: ClientWork) -> WorkResult:
     Raises
     ------
     ValueError
-        The client keeps no samples for validation, or is not told how many to remember.
+        The client keeps no samples for validation, or the message does not state the number.
     """
     kept = work.client.validation
     if kept is None:
@@ -42,10 +42,10 @@ def learn(work: ClientWork) -> WorkResult:
 def match(work: ClientWork) -> WorkResult:
     """Measure the losses of several models on several sets of samples.
 
-    The models are those of clusters, and then those that clients have trained themselves. The sets
-    are the validation samples, if asked for, what the client remembers of the steps that the
-    message names (left out where it remembers nothing), and samples that came with the message.
-    The message says which models are measured on which set, by their positions.
+    The models are those of clusters, followed by clients' local models. The sets are the validation
+    samples, if requested, the stored samples of the steps that the message names (left out if there
+    are none), and samples in the message. The message states by positions which models are
+    evaluated on which set.
     """
     models = [*_clusters(work), *_numbered(work, keys.LOCAL)]
     sets: list[tuple[str, Samples | None]] = []
@@ -112,12 +112,12 @@ def _integers(work: ClientWork, name: str) -> list[int]:
 
 
 def _samples(work: ClientWork, record: ArrayRecord) -> Samples:
-    """Return samples out of a record, in the order of memory of this client's network.
+    """Return the samples of a record, in the memory layout of this client's network.
 
     Raises
     ------
     ValueError
-        They are not of the shape of the client's own.
+        They have another shape than the client's own.
     """
     inputs, labels = from_array(record[keys.INPUTS]), from_array(record[keys.LABELS])
     own = work.client.train

@@ -17,8 +17,8 @@ our own, the new model is sent to the sample instead, and only losses leave a cl
 Our readings where the thesis is silent: a cluster without clients keeps its model and may be found
 again; searches do not find clusters founded in the same search; a search is followed by Flat FAACL
 on the present clusters; a former task is evaluated with the model of its cluster. A missing answer
-is no rejection: a client that found no cluster and lacks an answer founds none; it trains a model
-of its own again in the next round, and repeats the search.
+does not count as a rejection: a client without a match that lacks an answer founds no cluster, but
+trains its own model again in the next round and repeats the search.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class ConceptRequest:
 
     def measure(self, name: str, cluster: int, client: str) -> None:
         """Add the models of a cluster and of a client to a set of samples."""
-        _once(self.clusters.setdefault(name, []), cluster)
-        _once(self.clients.setdefault(name, []), client)
+        _append_once(self.clusters.setdefault(name, []), cluster)
+        _append_once(self.clients.setdefault(name, []), client)
 
     @property
     def sets(self) -> list[str]:
@@ -146,9 +146,9 @@ class ConceptRequest:
         clients: list[str] = []
         for name in self.sets:
             for cluster in self.clusters[name]:
-                _once(clusters, cluster)
+                _append_once(clusters, cluster)
             for client in self.clients[name]:
-                _once(clients, client)
+                _append_once(clients, client)
         return clusters, clients
 
     def rows(self, name: str) -> list[int]:
@@ -207,7 +207,7 @@ def matches(
     epsilon: float,
     alpha: float,
 ) -> bool:
-    """Return whether new data are of a cluster's concept.
+    """Return whether new data belong to a cluster's concept.
 
     The thesis prints neither the hypotheses nor ε. Our reading: the cluster's model is not worse by
     more than ε than the new one on the new data, nor the new model on the remembered sample.
@@ -225,7 +225,7 @@ def matches(
     return no_worse(l2, l1, epsilon, alpha) and no_worse(l3, l4, epsilon, alpha)
 
 
-def _once(values: list[Item], value: Item) -> None:
+def _append_once(values: list[Item], value: Item) -> None:
     if value not in values:
         values.append(value)
 
@@ -263,11 +263,11 @@ class CFAACL(FAACL):
 
     # Before a round: searches, then Cluster Support and Cluster Merge.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the evaluations of searches and comparisons; None if the round may start."""
-        asked: Sequence[Request] | None = self._search(moment)
+        asked: Sequence[Request] | None = self._search(context)
         if asked is None:
-            asked = super()._queries(moment)
+            asked = super()._queries(context)
         if asked is None and not self.scheduling.state.running:
             self._notice_new_data(self.state.memory)
         return asked
@@ -288,7 +288,7 @@ class CFAACL(FAACL):
     def on_answer(self, answer: Answer) -> None:
         """Process losses or lent samples."""
         if answer.task.kind in _SEARCHING:
-            self._take_search(answer)
+            self._process_search(answer)
         else:
             super().on_answer(answer)
 
@@ -308,11 +308,11 @@ class CFAACL(FAACL):
         """Return whether an update is of new data; there may be newer ones by now."""
         return update.task.kind == keys.LEARN
 
-    def _take_new(self, updates: Sequence[Update]) -> Outcomes:
+    def _process_founders(self, updates: Sequence[Update]) -> Outcomes:
         """Found clusters for the first clients (cold start, Algorithm 7); later ones search."""
         if self._has_clusters:
             return self._learned(updates)
-        founded = super()._take_new(updates)
+        founded = super()._process_founders(updates)
         for update in updates:
             cluster = founded[update.number].cluster
             self._remember(update.task.client, update.task.step, cluster)
@@ -334,19 +334,21 @@ class CFAACL(FAACL):
 
     # Searches for the clusters of new data between two rounds, Algorithms 8 and 9.
 
-    def _search(self, moment: SelectionContext) -> list[Request] | None:
+    def _search(self, context: SelectionContext) -> list[Request] | None:
         """Return the evaluations of the present stage; None without a search."""
         state, rounds = self.state, self.scheduling
-        if not state.local or rounds.state.running or moment.greeting:
+        if not state.local or rounds.state.running or context.greeting:
             return None
         while state.local:
-            asked = rounds.ask_first(moment, self._is_asked, every=0, patience=ASKING_SECONDS)
+            asked = rounds.ask_first(
+                context, self._has_untried_request, every=0, patience=ASKING_SECONDS
+            )
             if asked is not None:
                 return [self._work(client) for client in asked]
             self._advance()
         return None
 
-    def _is_asked(self, client: str) -> bool:
+    def _has_untried_request(self, client: str) -> bool:
         return client in self.state.requests and client not in self.state.tried
 
     # Requests.
@@ -388,13 +390,13 @@ class CFAACL(FAACL):
         parts = {part: to_array(lent[f"{name}-{part}"]) for part in (keys.INPUTS, keys.LABELS)}
         return array_record(parts)
 
-    def _take_search(self, answer: Answer) -> None:
+    def _process_search(self, answer: Answer) -> None:
         """Store losses or lent samples.
 
         Raises
         ------
         InvalidReplyError
-            They are none, or come after the stage.
+            They are invalid, or arrive after the stage.
         """
         state, client = self.state, answer.task.client
         request = state.requests.get(client)
@@ -426,18 +428,18 @@ class CFAACL(FAACL):
         """Evaluate a stage, and start the next."""
         state = self.state
         if state.stage == OWN:
-            self._conclude()
+            self._record_matches()
             self._begin_others()
         elif state.stage == LENDING:
             self._begin(OTHERS)
         elif state.stage == OTHERS:
-            self._conclude()
-            self._place_searching()
+            self._record_matches()
+            self._assign_searching()
         else:
-            state.tested = {client: self._own(client) for client in state.local}
+            state.tested = {client: self._own_samples(client) for client in state.local}
             self._begin(OWN)
 
-    def _own(self, client: str) -> list[Remembered]:
+    def _own_samples(self, client: str) -> list[Remembered]:
         """Return a client's own remembered samples, in order of time (Algorithm 8)."""
         heir, models = self.state.supported.heir, self.models
         known = sorted(self.state.memory.get(client, {}).items())
@@ -448,7 +450,9 @@ class CFAACL(FAACL):
         """Draw a sample of each cluster for the clients without a match (Algorithm 9)."""
         state = self.state
         online = (client for client in state.memory if self.clusters.online.get(client))
-        by_cluster = grouped((own.cluster, own) for client in online for own in self._own(client))
+        by_cluster = grouped(
+            (own.cluster, own) for client in online for own in self._own_samples(client)
+        )
         state.tested = {}
         for client in state.local:
             if client in state.joins:
@@ -474,7 +478,7 @@ class CFAACL(FAACL):
         borrows = self.parameters.borrow == "samples"
         if stage in (LENDING, OTHERS) and (stage == LENDING or not borrows):
             holder = requests.setdefault(remembered.client, ConceptRequest())
-            _once(holder.steps, remembered.step)
+            _append_once(holder.steps, remembered.step)
             if stage == OTHERS:
                 holder.measure(numbered(keys.MEMORY, remembered.step), remembered.cluster, client)
         if stage == LENDING:
@@ -482,10 +486,10 @@ class CFAACL(FAACL):
         own = requests.setdefault(client, ConceptRequest())
         own.measure(VALIDATION, remembered.cluster, client)
         if stage == OWN:
-            _once(own.steps, remembered.step)
+            _append_once(own.steps, remembered.step)
             own.measure(numbered(keys.MEMORY, remembered.step), remembered.cluster, client)
         elif borrows and self._is_lent(remembered):
-            _once(own.borrowed, remembered)
+            _append_once(own.borrowed, remembered)
             name = numbered(keys.BORROWED, own.borrowed.index(remembered))
             own.measure(name, remembered.cluster, client)
 
@@ -496,8 +500,8 @@ class CFAACL(FAACL):
         )
         return f"{name}-{keys.INPUTS}" in lent and f"{name}-{keys.LABELS}" in lent
 
-    def _conclude(self) -> None:
-        """Record each client's first match, or that it lacks an answer."""
+    def _record_matches(self) -> None:
+        """Record each client's first match, or a missing answer."""
         for client, tested in self.state.tested.items():
             matching = {remembered: self._is_match(client, remembered) for remembered in tested}
             found = next((one.cluster for one, fits in matching.items() if fits), None)
@@ -537,7 +541,7 @@ class CFAACL(FAACL):
 
     # After a search.
 
-    def _place_searching(self) -> None:
+    def _assign_searching(self) -> None:
         """Assign clients to the clusters found; others found one (Algorithm 10).
 
         A client that lacks an answer learns and searches again.

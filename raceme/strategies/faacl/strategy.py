@@ -78,7 +78,8 @@ def no_worse(
     differences = differences[differences != 0]
     if not len(differences):
         return False
-    # With "auto" and ties scipy enumerates all 2^n signs of few differences: up to a second.
+    # With "auto", few differences and ties, scipy enumerates all 2^n signs, which takes up to a
+    # second.
     method = "exact" if len(differences) <= _FEW else "auto"
     return bool(wilcoxon(differences, alternative="less", method=method).pvalue <= alpha)
 
@@ -114,7 +115,7 @@ def disjoint_pairs(
 
 
 @dataclass
-class Partition:
+class ComparedClusters:
     """Clusters that are compared with each other.
 
     Attributes
@@ -135,7 +136,7 @@ class Supported:
     ----------
     supporters : dict[int, dict[int, bool]]
         C.sup of each cluster C: the clusters that also train its model.
-    partitions : list[Partition]
+    partitions : list[ComparedClusters]
         Partitions of the compared clusters.
     heirs : dict[int, int]
         Merged clusters, to the clusters that replace them.
@@ -144,7 +145,7 @@ class Supported:
     """
 
     supporters: dict[int, dict[int, bool]] = field(default_factory=dict)
-    partitions: list[Partition] = field(default_factory=list)
+    partitions: list[ComparedClusters] = field(default_factory=list)
     heirs: dict[int, int] = field(default_factory=dict)
     tests: int = 0
 
@@ -244,7 +245,7 @@ class Supported:
                 return [other for other in partition.clusters if other != cluster]
         return []
 
-    def works(self, cluster: int) -> bool:
+    def is_unsettled(self, cluster: int) -> bool:
         """Return whether a cluster's partition is unsettled."""
         return any(cluster in p.clusters and not p.settled for p in self.partitions)
 
@@ -252,7 +253,7 @@ class Supported:
         """Join settled partitions in random pairs, Algorithm 6; an odd one waits."""
         order = [self.partitions[index] for index in rng.permutation(len(self.partitions))]
         joined = [
-            Partition([*one.clusters, *two.clusters])
+            ComparedClusters([*one.clusters, *two.clusters])
             for one, two in zip(order[::2], order[1::2], strict=False)
         ]
         self.partitions = joined + order[len(joined) * 2 :]
@@ -504,7 +505,9 @@ class FAACL(FindsSupport):
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Select the clients of unsettled partitions; after the first settlement a share of all."""
         state = self.state
-        working = [c for c in online if c.client_id in state.cold or self._works(c.client_id)]
+        working = [
+            c for c in online if c.client_id in state.cold or self._is_unsettled(c.client_id)
+        ]
         if not state.has_settled:
             return working or online
         share = share_of(len(online), self.parameters.fraction)
@@ -512,8 +515,8 @@ class FAACL(FindsSupport):
         known = {client.client_id for client in picked}
         return [*picked, *(client for client in working if client.client_id not in known)]
 
-    def _works(self, client: str) -> bool:
-        return self.state.supported.works(self.clusters.main(client))
+    def _is_unsettled(self, client: str) -> bool:
+        return self.state.supported.is_unsettled(self.clusters.main(client))
 
     # Cluster Train, Algorithm 4.
 
@@ -529,7 +532,7 @@ class FAACL(FindsSupport):
         return Request(client, models=None if model is None else (model,))
 
     def _models_of(self, client: str) -> Sequence[int]:
-        """Return the models that a client trains in a round; a cold one only makes its first."""
+        """Return the models that a client trains in a round; a cold client trains θ only."""
         if client in self.state.cold:
             return ()
         return self.state.supported.trained_by(self.clusters.main(client))
@@ -541,13 +544,13 @@ class FAACL(FindsSupport):
         others = [update for update in updates if not self._is_new(update)]
         state.is_due = bool(others) and not state.supported.is_settled
         averaged = average_by_cluster(self.clusters, others, home=lambda u: u.task.cluster)
-        return {**averaged, **self._take_new(new)}
+        return {**averaged, **self._process_founders(new)}
 
     def _is_new(self, update: Update) -> bool:
         """Return whether an update is of a client without a cluster."""
         return update.task.client in self.state.cold
 
-    def _take_new(self, updates: Sequence[Update]) -> Outcomes:
+    def _process_founders(self, updates: Sequence[Update]) -> Outcomes:
         """Found a cluster for each client, and add it to the comparison."""
         founded = self._found_each(updates)
         self._add([outcome.cluster for outcome in founded.values()])
@@ -555,15 +558,15 @@ class FAACL(FindsSupport):
 
     # Cluster Support and Cluster Merge, Algorithms 2 and 3, between two rounds.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the evaluations of clients; None if the next round may start."""
         if not self.state.is_due:
             return None
-        asked = self.scheduling.ask_first(moment, self._compares, patience=ASKING_SECONDS)
+        asked = self.scheduling.ask_first(context, self._compares, patience=ASKING_SECONDS)
         if asked is not None:
             return [comparison(self, c, self._compared_by(c)) for c in asked]
-        if not (self.scheduling.state.running or moment.greeting):
-            self._judge()
+        if not (self.scheduling.state.running or context.greeting):
+            self._process_losses()
         return None
 
     def _compares(self, client: str) -> bool:
@@ -588,7 +591,7 @@ class FAACL(FindsSupport):
             raise InvalidReplyError("it came after the round had begun")
         self.state.losses[client] = compared(answer, self.parameters.alpha)
 
-    def _judge(self) -> None:
+    def _process_losses(self) -> None:
         """Update support, and merge; a partition without a merge is settled."""
         state, supported = self.state, self.state.supported
         state.is_due = False
@@ -640,7 +643,7 @@ class FAACL(FindsSupport):
         if not clusters:
             return
         if self.parameters.hierarchical:
-            supported.partitions += [Partition([cluster]) for cluster in clusters]
+            supported.partitions += [ComparedClusters([cluster]) for cluster in clusters]
         else:
             self._compare_all([*(c for p in supported.partitions for c in p.clusters), *clusters])
 
@@ -651,7 +654,7 @@ class FAACL(FindsSupport):
         """
         state, before = self.state, self.state.supported.listed()
         state.is_due = False
-        state.supported.partitions = [Partition(list(clusters))]
+        state.supported.partitions = [ComparedClusters(list(clusters))]
         for cluster, theirs in before.items():
             kept = [other for other in theirs if other in clusters and cluster in clusters]
             state.supported.support(cluster, kept)
@@ -683,8 +686,8 @@ class FAACLAsyncParameters(SupportParameters, StalenessParameters):
     compared: int = option(5, "most other models that a client measures at a time", low=1)
     retest_after: int = option(
         8,
-        "most trainings of a client before it repeats its oldest tests (0: never); at first, and "
-        "when a result has changed, it is one, and it doubles as long as nothing does",
+        "most trainings of a client before it repeats its oldest tests (0: never); the number "
+        "starts at one, doubles while results do not change, and returns to one when they do",
         low=0,
     )
 
@@ -748,10 +751,10 @@ class FAACLAsync(FindsSupport):
         others = [cluster for cluster in self.models if cluster != own and cluster != START]
         is_new = any(other not in tested for other in others)
         is_old = self.parameters.retest_after > 0 and state.waits.get(client, 1) <= trained
-        # A client without a valid answer trains all the same.
+        # A client whose evaluation failed trains in the meantime.
         if client in state.unanswered or not (is_new or is_old):
             return []
-        # Untested clusters first, and of these the ones that agree to merge.
+        # Untested clusters come first, among them those that agree to merge.
         order = {other: (tested.get(other, -1), not self._agrees(other, own)) for other in others}
         return sorted(others, key=lambda other: order[other])[: self.parameters.compared]
 
@@ -795,7 +798,7 @@ class FAACLAsync(FindsSupport):
         del state.unanswered[client]
         own = next(iter(measured))
         if self.clusters.main(client) != own:
-            # Merged meanwhile: the losses are not of its present model.
+            # The cluster has been merged meanwhile: the losses belong to another model.
             return
         state.answers += 1
         passed = state.passed.setdefault(client, {})
@@ -870,6 +873,6 @@ class FAACLAsync(FindsSupport):
         fleet = self.progress.fleet
         names = {name for k in self._trainers(cluster) for name in self.clusters.clients(k)}
         names.add(update.task.client)
-        total = sum(fleet.counted(name) for name in names)
-        own = fleet.counted(update.task.client)
+        total = sum(fleet.plausible_examples(name) for name in names)
+        own = fleet.plausible_examples(update.task.client)
         return own / total if total else 1.0 / len(names)

@@ -106,9 +106,9 @@ class FedRC(Method):
 
     # Before a round: the E-step.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query all clients for responsibilities before each round."""
-        asked = self.scheduling.ask_first(moment)
+        asked = self.scheduling.ask_first(context)
         if asked is not None:
             return [self._assign(client) for client in asked]
         return None
@@ -128,9 +128,9 @@ class FedRC(Method):
 
     def _table(self) -> NDArray[np.float64]:
         """Return C: share of each class in the mass of each model."""
-        return label_table(list(self._agreeing().values()))
+        return label_table(list(self._masses_of_common_shape().values()))
 
-    def _agreeing(self) -> dict[str, NDArray[np.float64]]:
+    def _masses_of_common_shape(self) -> dict[str, NDArray[np.float64]]:
         """Return the masses with the most frequent number of classes."""
         masses = self.state.masses
         shape, _ = Counter(own.shape for own in masses.values()).most_common(1)[0]
@@ -154,7 +154,7 @@ class FedRC(Method):
         if off > _ROUNDING or round(float(counts.sum())) != examples or not examples:
             raise InvalidReplyError("its masses are not those of whole samples")
         # Bounds the weight of a client that states far more samples than others.
-        counted = self.progress.fleet.counted(client, examples)
+        counted = self.progress.fleet.plausible_examples(client, examples)
         self.state.masses[client] = stated * (counted / examples)
         self.state.assigned[client] = True
         self.clusters.assign(client, list(self.models)[int(np.argmax(mixing_of(stated)))])

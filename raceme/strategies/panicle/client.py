@@ -1,4 +1,4 @@
-"""Panicle's client half: a probe of which only a noisy sketch leaves the device."""
+"""Panicle's client half: a probe that returns only a noisy sketch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from raceme.training.work import ClientWork, WorkResult, train_model
 
 
 def train_sketch(work: ClientWork) -> WorkResult:
-    """Train the received model, and return it as it was, with a noisy sketch of its direction.
+    """Train the received model; return it unchanged, with a noisy sketch of its direction.
 
-    The sketch is clipped by its unit length. On the wall clock the noise has a secret key; on
-    virtual time it derives from the seed.
+    The sketch has length 1, which bounds its sensitivity. On the wall clock the noise has a secret
+    key; on virtual time it derives from the seed.
 
     Raises
     ------
     ValueError
-        The size or the noise is no positive number.
+        The size or the noise is not a positive number.
     """
     received, size = work.model, work.count(SKETCH)
     deviation = float(work.number(SKETCH_NOISE, None))
@@ -33,6 +33,6 @@ def train_sketch(work: ClientWork) -> WorkResult:
     is_timed = bool(work.settings.get(REPORT_TIMING, False))
     key = secrets.token_bytes(32) if is_timed else work.generator(1).bytes(32)
     noisy = direction + deviation * gaussian_noise(key, len(direction))
-    # The loss of the training, and what else it measures, would get no noise.
+    # The training loss and other metrics are left out, as they have no noise.
     metrics = {NUM_EXAMPLES: result.metrics[NUM_EXAMPLES]}
     return replace(result, model=received, metrics=metrics, numbers={SKETCH: noisy})

@@ -1,11 +1,11 @@
-"""Probes of clients: distances between clients, and the groups that these form.
+"""Probes of clients: distances between clients, and groups of clients.
 
 A probe is the direction in which a client moves the initial model w0 in a few mini-batches of one
-half of its samples, the halves by turns. Two probes of a client differ by chance alone, as they
-have no samples in common. So each client has two means, of its odd and of its even probes, called
-its *halves*. Only different halves of two clients are compared, so that chance cancels out. The
-agreement of a client's own halves is its *reliability*: the part of its directions that is not
-chance.
+half of its samples, the halves in turn. Two probes of a client have no samples in common and thus
+differ by chance alone. Each client has two mean directions, of its odd and of its even probes,
+called its *halves*. Only different halves of two clients are compared, so that chance cancels out.
+The cosine of a client's own halves is its *reliability*: the share of its directions that is not
+due to chance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rows = NDArray[np.intp]
 
 HALVES = 2
 LEAST_RELIABILITY = 0.1
-"""Least reliability of clear clients; others cannot be compared."""
+"""Least reliability of *clear* clients; other clients cannot be compared."""
 _FEWEST_STEPS = 2
 _BLOCK = 1024
 """Number of clients compared with groups at a time."""
@@ -42,9 +42,9 @@ def settings_of_probe(
 ) -> dict[str, int | float]:
     """Return the settings of a probe besides the run's.
 
-    It has as many mini-batches as an ordinary task, within limits, of every other sample, drawn so
-    that all classes count alike: clients whose classes are frequent and rare in other shares have
-    the same task. The simulator charges its share of an ordinary task's computation.
+    It has as many mini-batches as an ordinary task, up to a limit, of every other sample. Classes
+    are balanced, so that class frequencies alone do not make clients look different. The simulator
+    charges its share of an ordinary task's computation.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def settings_of_probe(
     """
     steps = min(most, max(_FEWEST_STEPS, round(mini_batches(settings, examples))))
     short = short_task(settings, examples, steps)
-    # With fewer samples than a mini-batch, each step is as long as an ordinary task.
+    # A client with fewer samples than a mini-batch takes one step per ordinary task.
     return short | {TASK_SHARE: min(1.0, short[TASK_SHARE]), HALF: former % HALVES}
 
 
@@ -91,7 +91,7 @@ class Probes:
     # Queries.
 
     def count(self, client: str) -> int:
-        """Return a client's number of probes, without forgotten ones."""
+        """Return a client's number of probes since its data last changed."""
         index = self._index.get(client)
         return 0 if index is None else int(self.counts[index])
 
@@ -114,10 +114,10 @@ class Probes:
         return float(self.selves[self._index[client]])
 
     def likeness(self, client: str, direction: Vector) -> float:
-        """Return the agreement of a new direction with a client's former ones: 1 but for chance.
+        """Return the agreement of a new direction with a client's former ones.
 
-        Its cosine with the sum of the halves, divided by the cosine that is expected of unchanged
-        data, r / √((1 + r) / 2) for reliability r.
+        The cosine with the sum of the halves, divided by its expected value for unchanged data,
+        r / √((1 + r) / 2) with reliability r. For unchanged data it is 1 on average.
         """
         reliability = max(self.reliability(client), LEAST_RELIABILITY)
         mean = self._halves(self._rows([client]))[:, 0].sum(axis=0)
@@ -237,23 +237,23 @@ class Probes:
 
 
 FLOOR = 0.5
-"""Least denominator of silhouettes: nearer groups count for less, as one model fits them."""
+"""Least denominator of silhouettes: very near groups score lower, as one model fits them."""
 _LOWEST = 0.1
-"""Least denominator where even near groups need models of their own."""
+"""Least denominator for regressions, in which even near groups need separate models."""
 _DEVIATIONS = 4.0
-"""Least denominator there, in standard deviations of the distances' chance."""
+"""Least denominator for regressions, in standard deviations of the distances' noise."""
 _ALONE = 0.3
-"""Distance of a client alone in its group from that group."""
+"""Distance of a client from its own group if the group has no other member."""
 _MARGIN = 0.1
 """Clusters are merged if their score is this far below the level."""
 _TIE = 0.03
 """Difference of scores up to which the partition with fewer groups is preferred."""
 _FEW = 12
-"""Number of groups tried in any fleet; more if each has three clients on average."""
+"""Largest number of groups tried, unless more groups have three clients each on average."""
 
 
 @dataclass(frozen=True)
-class Partition:
+class ScoredGroups:
     """A partition of clients into groups.
 
     Attributes
@@ -270,7 +270,7 @@ class Partition:
 
 
 def floor_by_chance(distances: Distances) -> float:
-    """Return a least denominator of silhouettes: four standard deviations of chance, 0.1 to 0.5.
+    """Return a least denominator of silhouettes: four standard deviations of noise, 0.1 to 0.5.
 
     The two estimates of a distance differ by chance alone: its variance is half the mean square of
     their difference.
@@ -290,8 +290,8 @@ def silhouette(
 ) -> NDArray[np.float64]:
     """Return ``(b − a) / max(a, b, floor)``: how much nearer the own group is than another one.
 
-    Clients that are alike have distances that are all chance, and so is their ratio: hence the
-    least denominator.
+    Distances between equal clients are noise, and so would be their ratio; the least denominator
+    suppresses it.
 
     Parameters
     ----------
@@ -332,12 +332,13 @@ def silhouettes(distances: Distances, labels: Labels, floor: float = FLOOR) -> N
     return silhouette(a, b, floor)
 
 
-def best_partition(distances: Distances, floor: float = FLOOR) -> Partition:
-    """Return at least two groups with the highest score; with nearly equal scores the fewer.
+def best_partition(distances: Distances, floor: float = FLOOR) -> ScoredGroups:
+    """Return the partition into two or more groups with the highest score.
 
-    Average linkage gives one partition for each number of groups. Each estimate's partition is
-    scored by the other, to which groups made by chance are random. The best number of groups is
-    applied to the mean of both estimates.
+    Average linkage gives one partition for each number of groups; among nearly equal scores the
+    smallest number wins. The partition by one estimate is scored by the other estimate, in which
+    groups that formed by chance look random. The best number of groups is applied to the mean of
+    both estimates.
 
     Parameters
     ----------
@@ -351,7 +352,7 @@ def best_partition(distances: Distances, floor: float = FLOOR) -> Partition:
 
     mean = distances.mean(axis=0)
     count = len(mean)
-    best = Partition(np.zeros(count, np.int64), 0.0)
+    best = ScoredGroups(np.zeros(count, np.int64), 0.0)
     if count < 2:
         return best
     whole, *trees = (linkage(squareform(d, checks=False), "average") for d in (mean, *distances))
@@ -362,16 +363,18 @@ def best_partition(distances: Distances, floor: float = FLOOR) -> Partition:
             for d, half in zip(distances[::-1], halves, strict=True)
         ]
         if (score := float(np.mean(scores))) > best.score + _TIE:
-            best = Partition(numbered(fcluster(whole, groups, "maxclust")), score)
+            best = ScoredGroups(numbered(fcluster(whole, groups, "maxclust")), score)
     return best
 
 
-def divided(distances: Distances, labels: Labels, level: float, floor: float = FLOOR) -> Labels:
-    """Divide groups that consist of groups themselves, as long as the score reaches the level.
+def divide_further(
+    distances: Distances, labels: Labels, level: float, floor: float = FLOOR
+) -> Labels:
+    """Divide groups into subgroups while the score inside the group reaches the level.
 
-    Beside a distant group, near ones count as one: the silhouette is highest for the coarse
-    partition. A single client is no group within another: few samples that are unlike the others'
-    by chance make it far from all.
+    In the presence of a distant group the silhouette is highest for a coarse partition, which
+    unites near groups. A single client is not split off: with few samples it may be far from all
+    others by chance.
 
     Parameters
     ----------
@@ -390,18 +393,18 @@ def divided(distances: Distances, labels: Labels, level: float, floor: float = F
         inside = distances[:, rows[:, None], rows]
         best = best_partition(inside, floor)
         if best.score >= level and np.bincount(best.labels).min() > 1:
-            parts = divided(inside, best.labels, level, floor)
+            parts = divide_further(inside, best.labels, level, floor)
             found[rows] = np.where(parts > 0, found.max() + parts, group)
     return found
 
 
 def better_partition(
     distances: Distances, now: Labels, level: float, is_quantity: bool = False
-) -> Partition | None:
-    """Return the groups that should replace the clusters; None to keep these.
+) -> ScoredGroups | None:
+    """Return the groups that should replace the clusters; None to keep the clusters.
 
-    The best groups, divided further, if their score reaches the level; one group, with the score of
-    the present clusters, if both scores are too low.
+    The result is the best groups, divided further, if their score reaches the level. It is a single
+    group, with the score of the present clusters, if both scores are too low.
 
     Parameters
     ----------
@@ -412,27 +415,27 @@ def better_partition(
     level : float
         Least silhouette score of groups.
     is_quantity : bool
-        Whether models predict a quantity: near groups of clients, whose classes one model can tell
-        apart, then count as far as chance permits.
+        Whether models predict a quantity. In a classification one model fits near groups; in a
+        regression near groups need separate models, as far as the noise permits.
     """
     if len(now) < 2:
         return None
     floor = floor_by_chance(distances) if is_quantity else FLOOR
     best = best_partition(distances, floor)
     if best.score >= level:
-        wanted = divided(distances, best.labels, level, floor)
+        wanted = divide_further(distances, best.labels, level, floor)
         is_new = not np.array_equal(numbered(wanted), numbered(now))
-        return Partition(wanted, best.score) if is_new else None
+        return ScoredGroups(wanted, best.score) if is_new else None
     clusters, present = np.unique(now, return_inverse=True)
     score = float(silhouettes(distances.mean(axis=0), present, floor).mean())
     if len(clusters) > 1 and score < level - _MARGIN:
-        return Partition(np.zeros_like(now), score)
+        return ScoredGroups(np.zeros_like(now), score)
     return None
 
 
 @dataclass(frozen=True)
 class Reassignment:
-    """Steps from clusters to the wanted groups, in this order.
+    """Steps that turn the clusters into the wanted groups, in this order.
 
     Attributes
     ----------
@@ -441,8 +444,8 @@ class Reassignment:
     splits : dict[int, list[int]]
         Wanted groups that are split off each cluster.
     home : dict[int, int]
-        Cluster that becomes each wanted group; of a merge, one of its clusters. Groups that come
-        from a split have none.
+        Cluster that becomes each wanted group; for a merge, one of the merged clusters. Groups
+        split off another have none.
     """
 
     merges: list[list[int]]
@@ -453,8 +456,9 @@ class Reassignment:
 def plan_reassignment(now: Labels, wanted: Labels) -> Reassignment:
     """Match wanted groups with the present clusters.
 
-    Clusters and groups are matched so that most clients stay. Another cluster is merged into the
-    group of most of its members; another group is split off the cluster of most of its members.
+    Clusters and groups are matched so that most clients stay. A cluster without a group is merged
+    into the group of most of its members; a group without a cluster is split off the cluster of
+    most of its members.
 
     Parameters
     ----------
@@ -494,13 +498,13 @@ def plan_reassignment(now: Labels, wanted: Labels) -> Reassignment:
 
 
 LANDMARKS = 500
-"""Number of clients compared pairwise; drawn at random from a larger fleet."""
+"""Number of clients compared pairwise; in a larger fleet they are drawn at random."""
 _FEWEST = 8
 """Least number of landmarks of each cluster, if it has as many members."""
 
 
 def landmarks(now: Labels, rng: np.random.Generator) -> Rows:
-    """Return the rows of the clients that represent all, some of each cluster; all if few.
+    """Return the rows of landmarks, which represent all clients: some of each cluster; all if few.
 
     Parameters
     ----------

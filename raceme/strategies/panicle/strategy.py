@@ -1,18 +1,18 @@
-"""Panicle: clusters that form at once, and that repair themselves.
+"""Panicle: clusters form after short probes, and adapt to drift.
 
-Our own; a panicle is a branched raceme. Every client, slow or fast, begins with two *probes*: a few
-mini-batches from the initial model w0. Directions of different clients are compared crosswise, the
-first probe of one with the second of the other, so that the chance of mini-batches cancels out and
-distances have an absolute scale: 0 for clients that are alike, 1 for unrelated ones. As soon as
-half of the fleet has answered, and whenever probes have been added, the partition with the highest
-silhouette score replaces the clusters if the score reaches a level (`probes.py`).
+Our own method; a panicle is a branched raceme. Every client, slow or fast, begins with two
+*probes*: a few mini-batches from the initial model w0. The first probe of one client is compared
+with the second of another, so that the noise of mini-batches cancels out and distances have an
+absolute scale: 0 for equal clients, 1 for unrelated ones. As soon as half of the fleet has
+answered, and whenever probes have been added, the partition with the highest silhouette score
+replaces the clusters if the score reaches a level (`probes.py`).
 
-A client whose updates suddenly grow is probed again, and moves to the cluster of its new probe; if
-many grow, all other clients are probed, and clusters learn fast for a while. Inside a cluster, each
-update moves the model by the mean of all members' latest changes, weighted by examples, the
-updating client's renewed, so that no client dominates the model by being fast. Clients use a mean
-of the model's last versions, mixed with a model of their own as far as that helps on held-out
-samples (`own-model`).
+A client whose updates suddenly grow is probed again, and moves to the cluster of its new probe. If
+many clients' updates grow, all other clients are probed, too, and clusters learn fast for a while.
+Inside a cluster, each update replaces the client's latest change, and moves the model by the mean
+of all members' latest changes, weighted by examples; so no client dominates the model by being
+fast. Clients use a mean of the model's last versions, mixed with a model of their own if that helps
+on held-out samples (`own-model`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.sketches import SIZE, Sketcher
 from raceme.core.strategy import Method, Needs
-from raceme.flower.messages import Shelf
+from raceme.flower.messages import VectorStore
 from raceme.strategies.panicle.probes import (
     HALVES,
     LANDMARKS,
     Labels,
-    Partition,
     Probes,
     Rows,
+    ScoredGroups,
     better_partition,
     landmarks,
     plan_reassignment,
@@ -53,15 +53,15 @@ PROBE = "probe"
 _MOST_PROBES = 6
 """Probes after which a client is settled even if its halves disagree."""
 _PATIENCE = 3
-"""Consecutive unanswered probes after which a client trains all the same."""
+"""Consecutive unanswered probes after which a client trains without another probe."""
 _ENOUGH = 8
-"""Settled clients, at least half of the fleet, from which on groups are looked for."""
+"""Least number of settled clients for a search for groups; they must also be half of the fleet."""
 _RARELY = 5
-"""Updates per client after which groups are looked for in any case."""
+"""Updates per client after which there is a search for groups in any case."""
 _ALIKE = 0.5
 """Likeness to its former direction below which a client's data have changed."""
 _SUDDEN = 2.0
-"""Multiple of its client's typical length from which on the longest update yet is sudden."""
+"""Multiple of a client's typical update length from which on its longest update is sudden."""
 _KEPT = 0.7
 """Weight of former updates in the typical length."""
 _MANY = 8
@@ -71,7 +71,7 @@ _SOON = 2
 _ALPHA0 = 2.0
 """CASA's α0: factor of the share of an update in a young cluster's model."""
 _EASE = 10.0
-"""Updates per member after which this share has halved."""
+"""Updates per member after which this share is halved."""
 _UNDER_WAY = 7.5
 """Largest stable product of α, m and β."""
 _DELTA = 1e-5
@@ -92,25 +92,26 @@ class PanicleParameters:
 
     probe_steps: int = option(10, "mini-batches of a probe at most", low=1)
     clustering: bool = option(True, "form clusters (false: one model for all)")
-    level: float = option(
-        0.6, "silhouette score from which on there are clusters", above=0, below=1
-    )
-    drift: bool = option(True, "probe clients again whose updates suddenly grow")
+    level: float = option(0.6, "least silhouette score for several clusters", above=0, below=1)
+    drift: bool = option(True, "probe clients again if their updates suddenly grow")
     forward: float = option(
-        0.5, "share of what the model has moved meanwhile that an update keeps", low=0, high=1
+        0.5,
+        "share of the model's changes since the client's base that an update keeps",
+        low=0,
+        high=1,
     )
     average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
     sketch_epsilon: float = option(
         0.0,
-        "probes leave devices as sketches with noise: ε of a client's two probes at δ = 1e-5 "
-        "(0: as models)",
+        "ε at δ = 1e-5 of a client's two probes, which leave the device as noisy sketches (0: as "
+        "models)",
         low=0,
     )
-    sketch_size: int = option(64, "numbers of a sketch with noise", low=2, high=SIZE)
+    sketch_size: int = option(64, "size of a noisy sketch", low=2, high=SIZE)
 
 
 @dataclass
-class Watch:
+class DriftDetector:
     """Drift detector of a client.
 
     Attributes
@@ -122,7 +123,7 @@ class Watch:
     asked : int
         Consecutive unanswered probes.
     is_called : bool
-        Whether it is to be probed again, since its data may have changed.
+        Whether to probe the client again, since its data may have changed.
     probed : int
         Updates of the run at its last probe.
     """
@@ -135,7 +136,7 @@ class Watch:
 
 
 @dataclass
-class Learned:
+class ClusterLearning:
     """State of a cluster besides its model.
 
     Attributes
@@ -151,7 +152,7 @@ class Learned:
     updates : int
         Updates mixed into the model.
     origins : list[int]
-        Clusters that it was split from or merged of, and theirs.
+        Clusters from which it was split or merged, and their origins.
     """
 
     mean: Model
@@ -178,12 +179,12 @@ class PanicleState:
         w0: the initial model. Shape (d,).
     probes : Probes
         Directions from w0.
-    watches : dict[str, Watch]
+    watches : dict[str, DriftDetector]
         Drift detector of each client.
-    learned : dict[int, Learned]
+    learned : dict[int, ClusterLearning]
         State of each cluster besides its model.
     latest : MutableMapping[str, Vector]
-        z_i: latest model of each member that is online; of a probe, before there are clusters.
+        z_i: latest model of each online member; before there are clusters, the model of a probe.
         Shape (d,).
     examples : dict[str, int]
         n_i: number of examples that each of these models was trained on.
@@ -194,15 +195,15 @@ class PanicleState:
     sudden : dict[str, int]
         Updates of the run at the last sudden update of each client that had one lately, in order.
     changed : int
-        Clients settled since groups were last looked for.
+        Clients settled since the last search for groups.
     unlooked : int
-        Updates applied since then.
+        Updates applied since the last search for groups.
     """
 
     initial: Vector
     probes: Probes = field(default_factory=Probes)
-    watches: dict[str, Watch] = field(default_factory=dict)
-    learned: dict[int, Learned] = field(default_factory=dict)
+    watches: dict[str, DriftDetector] = field(default_factory=dict)
+    learned: dict[int, ClusterLearning] = field(default_factory=dict)
     latest: MutableMapping[str, Vector] = field(default_factory=dict)
     examples: dict[str, int] = field(default_factory=dict)
     counts_in: dict[str, int] = field(default_factory=dict)
@@ -212,8 +213,8 @@ class PanicleState:
     unlooked: int = 0
 
     def __post_init__(self) -> None:
-        # In a file, since one model per client exceeds the memory of a large fleet.
-        self.latest = Shelf(self.latest)
+        # In a file, since one model per client would exceed memory in a large fleet.
+        self.latest = VectorStore(self.latest)
 
     def likeness(self) -> tuple[list[str], NDArray[np.float32]]:
         """Return clients and 1 − the mean of both distances; NaN if unknown."""
@@ -244,7 +245,7 @@ def share_of(members: int, rounds: float) -> float:
 
 
 class Panicle(Method):
-    """Immediate clustering by short probes; evidence-based splits, moves and merges (our own)."""
+    """Clustering by short probes; splits, moves and merges by silhouette scores (our own)."""
 
     parameters_type = PanicleParameters
     state_type = PanicleState
@@ -285,13 +286,13 @@ class Panicle(Method):
     def on_leave(self, client: str) -> None:
         """Remove the model of a client that left from its cluster's sum."""
         super().on_leave(client)
-        self._withdraw(client)
+        self._drop_latest(client)
 
     # 1. Probes.
 
     def request_for(self, client: str) -> Request:
-        """Return a probe, a few steps from w0, for a client to place; else training."""
-        if not self._is_to_be_probed(client):
+        """Return a probe (a few steps from w0) for a client without a place; else training."""
+        if not self._should_probe(client):
             return Request(client)
         examples = self.progress.fleet.clients[client].num_examples
         former, most = self.state.probes.count(client), self.parameters.probe_steps
@@ -304,13 +305,13 @@ class Panicle(Method):
         noisy = {**settings, SKETCH_NOISE: self._noise}
         return replace(probe, kind=TRAIN_SKETCH, settings=noisy)
 
-    def _is_to_be_probed(self, client: str) -> bool:
+    def _should_probe(self, client: str) -> bool:
         watch = self._watch(client)
         is_asked = self.parameters.clustering and watch.asked < _PATIENCE
         return is_asked and (watch.is_called or not self._is_settled(client))
 
     def _is_settled(self, client: str) -> bool:
-        """Return whether a client needs no further probe: it is clear, or has had the most."""
+        """Return whether a client needs no probe: it is clear, or has had the maximum number."""
         probes = self.state.probes
         most = HALVES if self._noise else _MOST_PROBES
         return probes.is_clear(client) or probes.count(client) >= most
@@ -323,32 +324,32 @@ class Panicle(Method):
     def on_update(self, update: Update) -> Outcome:
         """Place a client by its probe, or mix a member's update into its cluster's model."""
         is_probe = update.task.phase == PROBE
-        return self._take_probe(update) if is_probe else self._learn_from(update)
+        return self._process_probe(update) if is_probe else self._learn_from(update)
 
-    def _take_probe(self, update: Update) -> Outcome:
-        """Add a probe's direction, place its client, and look for groups if due."""
+    def _process_probe(self, update: Update) -> Outcome:
+        """Add a probe's direction, place its client, and search for groups if due."""
         client, probes, now = update.task.client, self.state.probes, self.progress.updates
         watch = self._watch(client)
         direction = self._direction(update)
         is_called = watch.is_called and probes.is_clear(client)
         if is_called and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
-            self._withdraw(client)
+            self._drop_latest(client)
         watch.asked, watch.probed, watch.is_called, watch.length = 0, now, False, 0.0
         is_model = SKETCH not in update.numbers
         if is_model and not self.state.landmarks and client not in self.state.latest:
-            self._renew(update, self.clusters.main(client))
+            self._replace_latest(update, self.clusters.main(client))
         was_settled = self._is_settled(client)
         probes.add(client, direction)
         if not was_settled:
             self._place(client)
         if self._is_settled(client):
             self.state.changed += 1
-            self._look_if_due()
+            self._search_groups_if_due()
         return Outcome(self.clusters.main(client), staleness=0, weight=0.0)
 
     def _direction(self, update: Update) -> Vector:
-        """Return a probe's direction at unit length: of its model, or of the device's sketch."""
+        """Return a probe's direction at unit length, from its model or from the device's sketch."""
         if not self._noise and SKETCH not in update.numbers:
             return self._sketcher.direction(self.compared(update.vector - self.state.initial))
         length = self._sketcher.length(len(self.compared(self.state.initial)))
@@ -357,9 +358,9 @@ class Panicle(Method):
     # 2. Placement of single clients, and of all.
 
     def _place(self, client: str) -> None:
-        """Assign a newcomer to the nearest cluster; move a client that has changed if it is clear.
+        """Assign a newcomer to the nearest cluster; move a changed client if it is clear.
 
-        One probe is enough. A client that fits no cluster is placed when groups are looked for.
+        One probe suffices. A client that fits no cluster is placed by the next search for groups.
         """
         home, probes = self.clusters.home(client), self.state.probes
         is_open = probes.is_known(client) and not self._is_settled(client)
@@ -376,7 +377,7 @@ class Panicle(Method):
             self.state.changed = len(probes.clients)
 
     def _landmarks_beside(self, client: str) -> dict[int, list[str]]:
-        """Return the landmarks of each cluster, without a client itself."""
+        """Return the landmarks of each cluster, except the client itself."""
 
         def found() -> dict[int, list[str]]:
             landmarks = [c for c in self.state.landmarks if c != client and self._comparable(c)]
@@ -401,23 +402,24 @@ class Panicle(Method):
         is_clear = self.clusters.online[client] and self.state.probes.is_clear(client)
         return is_clear and not self._watch(client).is_called
 
-    def _look_if_due(self) -> None:
-        """Look for groups if enough clients are newly settled, and most are settled."""
+    def _search_groups_if_due(self) -> None:
+        """Search for groups if enough clients are newly settled, and most are settled."""
         state, known = self.state, len(self.state.probes.clients)
         is_late = state.unlooked >= _RARELY * known
         if not known or (not is_late and state.changed < max(1, known // 16)):
             return
         if known > LANDMARKS:
-            state.changed = 0  # Rarely in a large fleet, since all clients are counted here.
+            # Not after every probe of a large fleet, since the search counts all clients.
+            state.changed = 0
         online = [client for client, is_online in self.clusters.online.items() if is_online]
         settled = {c for c in online if self._is_settled(c) and not self._watch(c).is_called}
         waited = sum(c in settled or self._watch(c).asked < _PATIENCE for c in online)
         are_most = len(settled) >= min(_ENOUGH, waited) and 2 * len(settled) >= waited
         if len(settled) >= 2 and (is_late or are_most):
             state.changed = state.unlooked = 0
-            self._look()
+            self._search_groups()
 
-    def _look(self) -> None:
+    def _search_groups(self) -> None:
         """Replace the clusters if another partition is better."""
         clients, now, rows = self._draw_landmarks()
         probes, drawn = self.state.probes, self.state.landmarks
@@ -430,9 +432,9 @@ class Panicle(Method):
             groups = parts_of(drawn, labels)
             labels = probes.distances_to_groups(clients, groups).argmin(axis=1).astype(np.int64)
             labels[rows] = better.labels
-        self._rearrange(clients, now, Partition(labels, better.score))
+        self._rearrange(clients, now, ScoredGroups(labels, better.score))
 
-    def _rearrange(self, clients: list[str], now: Labels, wanted: Partition) -> None:
+    def _rearrange(self, clients: list[str], now: Labels, wanted: ScoredGroups) -> None:
         """Merge and split clusters, and move clients, until the groups are the wanted ones."""
         clusters, level = self.clusters, self.parameters.level
         plan = plan_reassignment(now, wanted.labels)
@@ -475,7 +477,7 @@ class Panicle(Method):
             model.average(latest, [state.examples[c] for c in members if c in state.latest])
         former = [state.learned[source] for source in sources if source in state.learned]
         origins = [origin for learned in former for origin in learned.origins]
-        # Each once: the parts of a split share theirs, and may be merged again.
+        # Each origin once: parts of a split share origins, and may be merged again.
         self._learned(cluster).origins = list(dict.fromkeys([*sources, *origins]))
 
     def _move(self, client: str, cluster: int) -> None:
@@ -483,7 +485,7 @@ class Panicle(Method):
         former = self.clusters.home(client)
         if former == cluster:
             return
-        self._withdraw(client)
+        self._drop_latest(client)
         self.clusters.assign(client, cluster)
         self._watch(client).length = 0.0
         if former is not None and not self.clusters.size(former, online_only=False):
@@ -502,21 +504,22 @@ class Panicle(Method):
         watch.length = _KEPT * watch.length + (1 - _KEPT) * length
         return is_sudden and self.parameters.drift and self.parameters.clustering
 
-    def _call(self, client: str) -> None:
-        """Let a client with a sudden update be probed again, and all others if many have one."""
+    def _request_new_probes(self, client: str) -> None:
+        """Request a new probe of a client with a sudden update; of all clients if many have one."""
         state, clients = self.state, len(self.state.probes.clients)
         since = max(0, self.progress.updates - _SOON * clients)
         is_new = state.sudden.pop(client, -1) < since
         state.sudden = {other: at for other, at in state.sudden.items() if at >= since}
         state.sudden[client] = self.progress.updates
         self._watch(client).is_called = True
-        # Once per event: later clients of the same event are to be probed already.
+        # Once per event: for later clients of the same event the probe is already requested.
         if is_new and len(state.sudden) == max(2, math.ceil(clients / _MANY)):
             first = next(iter(state.sudden.values()))
             for watch in state.watches.values():
                 watch.is_called |= watch.probed < first
             for learned in state.learned.values():
-                learned.updates = 0  # Clusters are young again: they move fast.
+                # Clusters count as young again, so that their models move fast.
+                learned.updates = 0
 
     # 4. Learning.
 
@@ -525,7 +528,7 @@ class Panicle(Method):
         client = update.task.client
         self._probe_again(client)
         self.state.unlooked += 1
-        self._look_if_due()
+        self._search_groups_if_due()
         k = self.clusters.main(client)
         if len(self.models) == 1:
             self._move(client, k)  # The only cluster needs no probe.
@@ -535,21 +538,21 @@ class Panicle(Method):
         if not self.clusters.is_placed(client) or not is_usable:
             return Outcome(k, staleness, weight=0.0)
         if self._is_sudden(client, float(np.linalg.norm(self.compared(update.delta)))):
-            self._call(client)
+            self._request_new_probes(client)
         m = max(1, self.clusters.size(k))
         alpha = share_of(m, learned.updates / m)
         target = self._target(update, k, alpha * m)
-        # Up to m: equally fast members overtake each other.
+        # A staleness up to m is normal, as members of equal speed overtake each other.
         alpha *= min(1.0, m / max(1, staleness))
-        self._renew(update, k)
+        self._replace_latest(update, k)
         alpha = self._by_examples(alpha, update, k)
-        # No mean of models, except for statistics: `move` checks that it is finite.
+        # The result is no mean of models, except for statistics; `move` checks that it is finite.
         target = contribution(target, update.vector, self.trainable)
         self._move_model(k, alpha, target, m)
         return Outcome(k, staleness, alpha)
 
     def _probe_again(self, client: str) -> None:
-        """Probe an unsettled client that answers again once more, without waiting for it."""
+        """Request another probe of an unsettled client that answers again."""
         watch = self._watch(client)
         if watch.asked >= _PATIENCE and not self._is_settled(client):
             watch.asked = _PATIENCE - 1
@@ -585,17 +588,17 @@ class Panicle(Method):
         return min(1.0, alpha * (update.num_examples * learned.counted / learned.examples))
 
     def _move_model(self, cluster: int, alpha: float, target: Vector, members: int) -> None:
-        """Move a cluster's model towards a target, and its mean of the last versions along."""
+        """Move a cluster's model towards a target, and update the mean of its last versions."""
         model, learned = self.models[cluster], self._learned(cluster)
         model.move(np.float32(alpha) * (target - model.vector))
         learned.updates += 1
         versions = min(self.parameters.average * learned.updates, members)
         learned.mean.mix(model.vector, 1.0 / max(1.0, versions))
 
-    def _renew(self, update: Update, cluster: int) -> None:
+    def _replace_latest(self, update: Update, cluster: int) -> None:
         """Replace a member's latest model, if it is online."""
         client, state = update.task.client, self.state
-        self._withdraw(client)
+        self._drop_latest(client)
         if self.clusters.online[client]:
             state.latest[client], state.examples[client] = update.vector, update.num_examples
             self._count(client, cluster)
@@ -605,7 +608,7 @@ class Panicle(Method):
         self._learned(cluster).add(self.state.latest[client], self.state.examples[client])
         self.state.counts_in[client] = cluster
 
-    def _withdraw(self, client: str) -> None:
+    def _drop_latest(self, client: str) -> None:
         """Drop a client's latest model, and subtract it from its cluster's sum."""
         vector, examples = self.state.latest.pop(client, None), self.state.examples.pop(client, 0)
         learned = self.state.learned.get(self.state.counts_in.pop(client, -1))
@@ -625,12 +628,12 @@ class Panicle(Method):
 
     # Helpers.
 
-    def _watch(self, client: str) -> Watch:
-        return self.state.watches.setdefault(client, Watch())
+    def _watch(self, client: str) -> DriftDetector:
+        return self.state.watches.setdefault(client, DriftDetector())
 
-    def _learned(self, cluster: int) -> Learned:
+    def _learned(self, cluster: int) -> ClusterLearning:
         """Return the state of a cluster, created for a new one."""
         if cluster not in self.state.learned:
             model = self.models[cluster]
-            self.state.learned[cluster] = Learned(model.copy(), np.zeros_like(model.vector))
+            self.state.learned[cluster] = ClusterLearning(model.copy(), np.zeros_like(model.vector))
         return self.state.learned[cluster]

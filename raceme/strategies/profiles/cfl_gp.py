@@ -57,7 +57,7 @@ _SAMPLED = 0.01
 class CFLGPParameters(RoundsParameters):
     """Hyper-parameters of CFL-GP; the defaults are those of the authors' code."""
 
-    k: int = option(DEFAULT_K, "M: number of clusters (0: found by the largest silhouette)", low=0)
+    k: int = option(DEFAULT_K, "M: number of clusters (0: by the largest silhouette)", low=0)
     every: int = option(2, "P: rounds from one clustering to the next", low=1)
     until: int = option(10, "T_end: rounds in which clients are clustered", low=1)
     warmup: int = option(4, "rounds with one model, if the number of clusters is unknown", low=1)
@@ -132,17 +132,17 @@ class CFLGP(QueriesFirst):
 
     # Before a clustering round: gradients.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query gradients before clustering rounds, and cluster the clients."""
         rounds = self.scheduling.state
-        if self._is_due(rounds.number, moment) and not (rounds.running or moment.greeting):
-            asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
+        if self._is_due(rounds.number, context) and not (rounds.running or context.greeting):
+            asked = self.scheduling.ask_first(context, self._should_answer, every=0)
             if asked is not None:
                 return [self._question(client) for client in asked]
             self._cluster(rounds.number)
         return None
 
-    def _is_due(self, number: int, moment: SelectionContext) -> bool:
+    def _is_due(self, number: int, context: SelectionContext) -> bool:
         """Return whether a round, numbered from 0, is a clustering round."""
         state, options = self.state, self.parameters
         if state.clustered == number:
@@ -152,11 +152,11 @@ class CFLGP(QueriesFirst):
         return any(
             client.client_id not in state.profiles
             and self._has_tries(client.client_id)
-            and client.client_id in moment.idle
-            for client in moment.fleet.online()
+            and client.client_id in context.idle
+            for client in context.fleet.online()
         )
 
-    def _is_to_answer(self, client: str) -> bool:
+    def _should_answer(self, client: str) -> bool:
         state = self.state
         return not state.answered.get(client, False) and self._has_tries(client)
 
@@ -186,7 +186,7 @@ class CFLGP(QueriesFirst):
             stated = stated[state.coordinates]
         share = running_share(rounds.number, len(self.models), self.parameters.every)
         if answer.task.cluster not in self.models:
-            raise InvalidReplyError("its model was divided meanwhile")
+            raise InvalidReplyError("its cluster has been split meanwhile")
         blocks = state.profiles.setdefault(client, {})
         criterion = list(self.models).index(answer.task.cluster)
         old = blocks.get(criterion)
@@ -310,11 +310,10 @@ def grouped(profiles: NDArray[np.float64], groups: int, seed: int) -> NDArray[np
 
 
 def found_groups(profiles: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
-    """Group profiles without knowing into how many groups.
+    """Group profiles into an unknown number of groups.
 
-    Directions are kept up to the largest gap of singular values, at least 3; of the numbers of
-    groups from 2 to that of the directions, at most n − 1, the one with the best silhouette is
-    taken.
+    Directions are kept up to the largest gap of singular values, at least 3. The number of groups,
+    between 2 and the number of directions and at most n − 1, is the one with the best silhouette.
 
     Parameters
     ----------

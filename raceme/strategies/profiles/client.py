@@ -1,4 +1,4 @@
-"""Client halves of PACFL, FLUX and CFL-GP: what a client states of its data."""
+"""Client halves of PACFL, FLUX and CFL-GP: profiles of a client's data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _MARGIN = 1.02
 def principal_directions(work: ClientWork) -> WorkResult:
     """Return the first left singular vectors of the raw samples of each class (PACFL).
 
-    The labels of a regression are one class. Fewer samples of a class than directions give fewer.
+    A regression counts as one class. A class with fewer samples than directions has fewer
+    directions.
 
     Raises
     ------
     ValueError
-        It is not said how many directions there shall be.
+        The message does not state the number of directions.
     """
     per_class, in_all = work.count(keys.PER_CLASS), int(work.number(keys.IN_ALL, 0))
     samples = work.client.train
@@ -80,7 +81,7 @@ def descriptors(work: ClientWork) -> WorkResult:
     Raises
     ------
     ValueError
-        It is not said how many dimensions are described.
+        The message does not state the number of dimensions.
     """
     work.receive(work.models[0])
     client, network = work.client, work.client.network
@@ -146,10 +147,10 @@ def projected(features: Matrix, points: Matrix, dimensions: int) -> Matrix:
 
 
 def latent_features(network: Network, samples: Samples) -> Matrix:
-    """Return what a network makes of samples before its first dense layer, shape (n, features).
+    """Return the inputs of a network's first dense layer, shape (n, features).
 
-    A network without convolutions is dense throughout: of it the input of the last layer (our
-    reading). One without a linear layer is described by its outputs.
+    For a network without convolutions, they are the inputs of the last layer (our reading); for a
+    network without a linear layer, its outputs.
     """
     layer = _described_layer(network.module)
     seen: list[Tensor] = []
@@ -185,7 +186,7 @@ def _described_layer(module: nn.Module) -> nn.Module | None:
 def gradient(work: ClientWork) -> WorkResult:
     """Return the gradient of the mean loss of all training samples at the received model (CFL-GP).
 
-    Running statistics stay as they are: the network works as in a test.
+    The network is in evaluation mode, so that running statistics do not change.
     """
     spec = work.receive(work.models[0])
     network, samples = work.client.network, work.client.train

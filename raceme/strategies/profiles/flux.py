@@ -1,7 +1,7 @@
 """FLUX: clusters by moments of clients' latent features, of unknown number.
 
 Fenoglio et al., NeurIPS 2025 (arXiv 2511.22305). Federated averaging trains a common model until it
-is ripe: from round 3 on, when its accuracy gains less than 0.06 in a round, or after 80 % of the
+is *ripe*: from round 3 on, when its accuracy gains less than 0.06 in a round, or after 80 % of the
 rounds. Every client then computes descriptors of its training samples once: mean and standard
 deviation of the latent features z, projected on l dimensions, of all samples and of each class. The
 server scales them, and DBSCAN finds the groups and their number, with 2 points and ε at the elbow
@@ -60,12 +60,14 @@ class FLUXParameters(RoundsParameters):
 
     dimensions: int = option(10, "l: dimensions of the latent features", low=1, high=1000)
     least_gain: float = option(
-        0.06, "the common model is ripe when a round gains less accuracy", low=0, high=1
+        0.06, "gain of accuracy in a round below which the common model is ripe", low=0, high=1
     )
     latest: float = option(
-        0.8, "share of the rounds after which it is taken for ripe", above=0, high=1
+        0.8, "share of the rounds after which the common model is ripe in any case", above=0, high=1
     )
-    warmup: int = option(0, "rounds with the common model, instead of both (0: by them)", low=0)
+    warmup: int = option(
+        0, "rounds with the common model, instead of these two rules (0: by the rules)", low=0
+    )
     reach: float = option(1.0, "ε, in distances at the elbow", above=0)
     noise: float = option(0.0, "standard deviation of noise on scaled descriptors", low=0)
 
@@ -133,25 +135,25 @@ class FLUX(QueriesFirst):
 
     # Before a round: ripeness of the common model, and descriptors.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the queries of the present phase; None if the round may start."""
-        while not (self.scheduling.state.running or moment.greeting):
-            if self._asks():
-                asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
+        while not (self.scheduling.state.running or context.greeting):
+            if self._queries_before_round():
+                asked = self.scheduling.ask_first(context, self._should_answer, every=0)
                 if asked is not None:
                     return [self._question(client) for client in asked]
             if not self._advance():
                 break
         return None
 
-    def _asks(self) -> bool:
+    def _queries_before_round(self) -> bool:
         """Return whether there are queries before this round; an untrained model is not scored."""
         state, rounds = self.state, self.scheduling.state.number
         if state.phase == "scores":
             return not self.parameters.warmup and rounds > state.scored
         return True
 
-    def _is_to_answer(self, client: str) -> bool:
+    def _should_answer(self, client: str) -> bool:
         state = self.state
         if state.phase == "newcomers" and self.clusters.is_placed(client):
             return False
@@ -198,11 +200,11 @@ class FLUX(QueriesFirst):
                 state.most = max(state.most, most) if state.answered else most
         else:
             shape = (None, 2, self.parameters.dimensions)
-            self._describe(client, answer.array(DESCRIPTORS, shape, most=_MOST))
+            self._process_descriptors(client, answer.array(DESCRIPTORS, shape, most=_MOST))
         if in_time:
             state.answered[client] = True
 
-    def _describe(self, client: str, stated: NDArray[np.float64]) -> None:
+    def _process_descriptors(self, client: str, stated: NDArray[np.float64]) -> None:
         """Store descriptors, or assign a newcomer to the nearest cluster by overall moments."""
         state = self.state
         if state.phase == "descriptors":
@@ -218,7 +220,7 @@ class FLUX(QueriesFirst):
         """Process a complete phase; return whether a new one starts."""
         state = self.state
         if state.phase == "scores":
-            if not self._is_ripe():
+            if not self._is_warm_up_over():
                 return False
             state.common = self.models[0].vector.copy()
             return self._begin("range")
@@ -234,7 +236,7 @@ class FLUX(QueriesFirst):
         self.state.phase, self.state.asked, self.state.answered = phase, {}, {}
         return True
 
-    def _is_ripe(self) -> bool:
+    def _is_warm_up_over(self) -> bool:
         """Return whether the common model is ripe, and record its accuracy."""
         state, options, rounds = self.state, self.parameters, self.scheduling.state.number
         if options.warmup:

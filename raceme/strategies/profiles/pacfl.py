@@ -54,7 +54,10 @@ class PACFLParameters(RoundsParameters):
 
     directions: int = option(3, "p: main directions of each class", low=1, high=10_000)
     directions_in_all: int = option(
-        0, "directions of a client, of each class by its share (0: p of each)", low=0, high=10_000
+        0,
+        "a client's directions in total, divided by the classes' shares (0: p of each class)",
+        low=0,
+        high=10_000,
     )
     beta: float = option(4.9, "β: angle in degrees up to which clusters are joined", low=0)
     clusters: int = option(0, "number of clusters, instead of β (0: by β; our addition)", low=0)
@@ -76,7 +79,7 @@ class PACFLState(QueryState):
     is_new : bool
         Whether a client has answered since the last clustering.
     is_clustered : bool
-        Whether there was a clustering.
+        Whether the clients have been clustered.
     """
 
     directions: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -97,16 +100,16 @@ class PACFL(QueriesFirst):
 
     # Before the first round, and for newcomers: directions.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query clients without directions, and cluster if there are new ones."""
-        asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
+        asked = self.scheduling.ask_first(context, self._should_answer, every=0)
         if asked is not None:
             return [self._question(client) for client in asked]
-        if self.state.is_new and not (self.scheduling.state.running or moment.greeting):
+        if self.state.is_new and not (self.scheduling.state.running or context.greeting):
             self._cluster()
         return None
 
-    def _is_to_answer(self, client: str) -> bool:
+    def _should_answer(self, client: str) -> bool:
         return client not in self.state.directions and self._has_tries(client)
 
     def _question(self, client: str) -> Request:

@@ -1,10 +1,10 @@
-// What stands below a chart: time on the run's clock, updates, or time on the wall.
+// What stands below a chart: time on the run's clock, or updates.
 
 import { named } from "./colours.js";
 import { countUntil } from "./run.js";
 import { timeUnit } from "./words.js";
 
-export const AXES = { time: "time", updates: "updates", wall: "wall time" };
+export const AXES = { time: "time", updates: "updates" };
 
 /** Return the values of an axis for the rows of a table with times. */
 export function xOf(run, axis, table) {
@@ -18,7 +18,6 @@ export function xOf(run, axis, table) {
 /** Return where a time lies on an axis. */
 export function positionOn(run, axis, time) {
   if (axis === "updates") return countUntil(run.tables.updates.time, time);
-  if (axis === "wall") return wallTime(run, time);
   return time / timeUnit(run.end)[0];
 }
 
@@ -39,18 +38,7 @@ export function scoreRange({ isError }) {
 
 function xLabelOf(run, axis) {
   if (axis === "updates") return "updates";
-  if (axis === "wall") return "wall time (s)";
   return `${run.clock} (${timeUnit(run.end)[1]})`;
-}
-
-/** Return the wall time at a time of the run: between two that were noted, in proportion. */
-export function wallTime(run, time) {
-  const { time: times, wall } = run.tables.walls;
-  const after = countUntil(times, time);
-  if (!after) return 0;
-  if (after === times.length) return wall[after - 1];
-  const share = (time - times[after - 1]) / (times[after] - times[after - 1] || 1);
-  return wall[after - 1] + share * (wall[after] - wall[after - 1]);
 }
 
 /** Return the marks of drifts, splits and merges on an axis. */

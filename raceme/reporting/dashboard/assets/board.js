@@ -135,8 +135,6 @@ export class Board {
     const text = timeText(clock.time, run.end);
     this.slider.setAttribute("aria-valuetext", text);
     this.readout.textContent = `${text} of ${timeText(run.end, run.end)}`;
-    const walls = run.tables.walls.rows > 0;
-    this.choice.querySelector("[value=wall]").hidden = !walls;
     const time = run.clock;
     const option = this.choice.querySelector("[value=time]");
     if (option.textContent !== time) option.textContent = time;

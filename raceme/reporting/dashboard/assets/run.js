@@ -3,7 +3,7 @@
 /** Columns of each table; what a piece brings is appended. */
 const TABLES = [
   "clients", "reasons", "presence", "greetings", "groups", "updates", "rejections", "verdicts",
-  "claims", "versions", "warnings", "labels", "evaluations", "changes", "placements", "drifts", "numbers", "walls", "measures",
+  "claims", "versions", "warnings", "labels", "evaluations", "changes", "placements", "drifts", "numbers", "measures",
 ];
 
 const STEPS = 2000; // Steps of the map's positions in one unit.
