@@ -65,8 +65,8 @@ def seen_by_the_attacker(
         change = -LR * torch.cat([part.flatten() for part in parts])
         changes.append(clipped(change.numpy(), CLIP))
     mean = np.mean(changes, axis=0)
-    mean = mean + noise * CLIP / len(images) * gaussian_noise(key, len(mean))
-    return torch.from_numpy(mean.astype(np.float32))
+    noisy = mean + noise * CLIP / len(images) * gaussian_noise(key, len(mean))
+    return torch.from_numpy(noisy.astype(np.float32))
 
 
 def variation(images: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import RecordDict
+from flwr.app import MetricRecord, RecordDict
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, plural
@@ -314,7 +314,7 @@ class CentralPrivacy(Feature):
 
     def on_reply(self, content: RecordDict, context: FeatureContext) -> RecordDict:
         """Check that a change that is to be masked is clipped, as the device says."""
-        metrics = content.metric_records.get(METRICS, {})
+        metrics = content.metric_records.get(METRICS, MetricRecord())
         is_sketch = SKETCH in content.array_records.get(NUMBERS, {})
         if self._is_masked and not is_sketch and metrics.get(CLIP) != self.options.privacy_clip:
             raise InvalidReplyError(
