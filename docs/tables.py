@@ -1281,7 +1281,7 @@ def fair(docs: Path) -> Table:
 
 def privacy(docs: Path) -> Table:
     """Accuracy against ε of central differential privacy."""
-    files = {"no noise": "none", "ε = 32": "32", "ε = 8": "8", "ε = 2": "2"}
+    files = {"no noise": "none", "ε = 8": "8", "ε = 2": "2"}
     of = [Experiment.read(docs, f"privacy-eps-{name}") for name in files.values()]
     methods = ("fedavg", "fedbuff", "panicle")
     return Table(("<method", *files), lines(code(*methods), *(accuracy(one, 1) for one in of)))

@@ -155,6 +155,18 @@ def test_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_private(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    follow("../research/private", tmp_path)
+    sums, noise, budget, groups = (
+        summary(tmp_path / name) for name in ("sums", "noise", "budget", "groups")
+    )
+    assert float(str(noise["accuracy"])) < float(str(sums["accuracy"]))
+    assert budget["updates"] == 100
+    assert groups["purity"] == 1
+
+
+@pytest.mark.slow
 def test_churn(tmp_path: Path) -> None:
     follow("churn", tmp_path)
     assert summary(tmp_path / "churn-run")["updates"] == 300

@@ -73,10 +73,17 @@ class Chain:
     @property
     def holds(self) -> Callable[[str], bool] | None:
         """Whether to withhold work from an idle client for now; None if no feature ever does."""
-        holding = [one for one in self if type(one).holds is not Feature.holds]
-        if not holding:
+        return self._held_by([one for one in self if type(one).holds is not Feature.holds])
+
+    @property
+    def holds_for_good(self) -> Callable[[str], bool] | None:
+        """Whether to withhold work from a client even if no other works; None if never."""
+        return self._held_by([one for one in self if one.holds_for_good])
+
+    def _held_by(self, features: Sequence[Feature]) -> Callable[[str], bool] | None:
+        if not features:
             return None
-        return lambda client: any(one.holds(client, self._connected) for one in holding)
+        return lambda client: any(one.holds(client, self._connected) for one in features)
 
     def begin(self, context: FeatureContext) -> None:
         """Connect the features with a run."""

@@ -137,6 +137,8 @@ class FeatureContext:
     has_one_model, has_sums, exchanges : bool
         Whether the method always has one model for all clients, whether updates enter it as sums
         only, and whether models travel.
+    has_weights : bool
+        Whether sums of updates with weights are enough for the method; see `weight`.
     is_simulated : bool
         Whether the run is on virtual time, and reproducible from its seed.
     trained_steps : Mapping[str, int]
@@ -166,6 +168,7 @@ class FeatureContext:
         self.weight = method.weight_of
         self.has_one_model, self.exchanges = method.needs.one_model, method.needs.exchange
         self.has_sums, self.is_simulated = method.needs.sums, is_simulated
+        self.has_weights = method.needs.sum_weight is not None
         self.drift, self.step_of = steps.schedule, steps.current
         self.trained_steps: Mapping[str, int] = method.progress.trained_steps
 
@@ -241,6 +244,8 @@ class Feature:
         Size of trained models on their way to the server, as a share; simulated networks use it.
     settings : frozenset[str]
         Settings that `on_request` adds to requests.
+    holds_for_good : bool
+        Whether clients that `holds` names get no work even if no other client has any.
     state : dataclass
         State of the run, an instance of `state_type`; part of checkpoints.
     """
@@ -252,6 +257,7 @@ class Feature:
     keeps_bases: ClassVar[bool] = False
     upload_size: ClassVar[float] = 1.0
     settings: ClassVar[frozenset[str]] = frozenset()
+    holds_for_good: ClassVar[bool] = False
 
     def __init__(self, options: Any = None, config: RunConfig | None = None) -> None:
         self.options = self.options_type() if options is None else options

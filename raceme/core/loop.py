@@ -216,8 +216,8 @@ class Loop:
             self._send_work()
             if self._process_held():
                 continue
-            if waits := self._reason_of_endless_wait():
-                self._ending = Ending.USELESS_REPLIES, waits
+            if waits := self._endless_wait():
+                self._ending = waits
                 continue
             has_replies = self._receive()
             if self._fleet.by_node:
@@ -302,18 +302,25 @@ class Loop:
                 self._ending = Ending.LIMIT, spent
         return self._ending is not None
 
-    def _reason_of_endless_wait(self) -> str:
-        """Return why all clients wait forever for held updates, or an empty text.
+    def _endless_wait(self) -> tuple[Ending, str] | None:
+        """Return why all clients wait forever for held updates, if they do.
 
         This is known only on a grid that foresees arrivals.
         """
         progress, grid = self._progress, self._grid
-        works = progress.in_flight or progress.further or progress.evaluations or progress.idle
+        works = progress.in_flight or progress.further or progress.evaluations
         if works or not progress.held or self._method.features.wake_at() < math.inf:
-            return ""
+            return None
         if not isinstance(grid, Foreseeing) or grid.arrivals_ahead():
-            return ""
-        return f"all clients wait for {progress.held_for}"
+            return None
+        if not progress.idle:
+            return Ending.USELESS_REPLIES, f"all clients wait for {progress.held_for}"
+        holds = self._method.features.holds_for_good
+        if holds is None or not all(map(holds, progress.idle)):
+            return None
+        others = plural(len(progress.idle), "client")
+        reason = f"{others} may contribute no more, and the others wait for {progress.held_for}"
+        return Ending.LIMIT, reason
 
     def _is_quiescent(self) -> bool:
         """Return whether no client will ever train again.
@@ -543,7 +550,7 @@ class Loop:
         is_alone = not progress.in_flight and not progress.further
         if not wanted and is_alone and self._idle.holds is not None:
             # Features withhold work from clients only while others work; none does.
-            holds, self._idle.holds = self._idle.holds, None
+            holds, self._idle.holds = self._idle.holds, self._method.features.holds_for_good
             wanted = list(self._method.requests(context))
             self._idle.holds = holds
         if places is not None and len(wanted) > places:

@@ -14,7 +14,6 @@ import dp_accounting
 import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
-from runs import devices, of
 from scipy.stats import chi2, norm
 
 from raceme.core import events
@@ -22,12 +21,20 @@ from raceme.core.chain import Chain
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext, Refusal
+from raceme.core.gaussian import gaussian_mu
 from raceme.core.messages import Vector
 from raceme.core.progress import Plan
 from raceme.core.requests import Outcome, Request, Update
 from raceme.core.strategy import Method, Needs
-from raceme.features.central_privacy.server import CentralPrivacy, affordable, clipped, epsilon_of
-from raceme.runs.experiment import build_strategy, resolve
+from raceme.features.central_privacy.server import CentralPrivacy, clipped, epsilon_of
+from raceme.features.central_privacy.tree import cost, renewed
+from raceme.runs.experiment import (
+    build_grid,
+    build_strategy,
+    plan,
+    resolve,
+    training_settings,
+)
 from raceme.simulation import VirtualGrid
 from raceme.strategies import (
     FedAsync,
@@ -37,6 +44,8 @@ from raceme.strategies import (
     FedBuffParameters,
     FedProx,
 )
+from raceme.training.models import initial_arrays
+from runs import devices, of
 
 ONES = np.ones(8, np.float32)
 TARGETS = [3 * ONES, -ONES, 2 * ONES]
@@ -136,9 +145,20 @@ def test_epsilon_by_hand_and_by_other_formulas(
 
 @pytest.mark.parametrize(("budget", "noise"), [(8.0, 3.0), (1.0, 20.0), (50.0, 0.5), (4.0, 1.0)])
 def test_the_most_updates_within_a_budget(budget: float, noise: float) -> None:
-    count = affordable(budget, noise, 1e-5)
+    keys = {"privacy-central": noise, "privacy-delta": 1e-5}
+
+    def most(budget: float) -> int:
+        feature, count = private_of({**keys, "privacy-budget": budget}), 0
+        while not feature.holds("c0", None):  # type: ignore[arg-type]
+            count += 1
+            feature.state.participations["c0"] = count
+        return count
+
+    count = most(budget)
     assert count == 0 or epsilon_of(count, noise, 1e-5) <= budget
     assert epsilon_of(count + 1, noise, 1e-5) > budget
+    # The last one counts if the budget is exactly what it costs.
+    assert most(epsilon_of(7, noise, 1e-5)) == 7
 
 
 def test_clipping_keeps_short_changes_and_shortens_long_ones() -> None:
@@ -233,6 +253,192 @@ def test_a_method_asks_for_nothing_but_training() -> None:
         ran(method, fleet(), 3)
 
 
+# Cohorts: the noisy mean of some updates of a cluster in place of each.
+
+
+class Means(Compared):
+    """Takes sums of updates, in clusters."""
+
+    needs = Needs(bases=True, sum_weight=lambda update: 1.0)
+
+
+@pytest.mark.parametrize(("cohort", "members"), [(2, 2), (3, 3), (20, 3)])
+def test_members_of_a_cohort_bring_their_mean(cohort: int, members: int) -> None:
+    method = Means()
+    seen = private(method, 1e-9, **{"privacy-clip": 2.0, "privacy-cohort": cohort})
+    ran(method, fleet(1.0, 1.1, 1.2), members)
+    # Clients move half-way from zeros: by 1.5, −0.5 and 1, times √8, clipped to 2.
+    expected = np.mean([2 / math.sqrt(8), -0.5, 2 / math.sqrt(8)][:members])
+    vectors = [update.vector for _, update in seen.parts]
+    assert len(vectors) == members
+    assert np.stack(vectors) == pytest.approx(np.full((members, 8), expected), abs=1e-6)
+
+
+def test_the_noise_of_a_cohort_has_the_stated_variance() -> None:
+    method = Means()
+    seen = private(method, 2.0, **{"privacy-clip": 0.7, "privacy-cohort": 3})
+    ran(method, grid_of(pulled_app(), devices(1.0, 1.0, 1.0)), 450)
+    (privacy, _), models = method.features, [np.zeros(8), *seen.models]
+    # A round of three replaces the model by the former one with a noise that they have in common.
+    steps = np.diff(np.array(models[::3]), axis=0)
+    assert privacy.state.draws == len(steps) == 150
+    total = float(np.square(steps / (2.0 * 0.7 / 3)).sum())
+    assert chi2.ppf(5e-5, steps.size) < total < chi2.ppf(1 - 5e-5, steps.size)
+
+
+def test_a_cluster_that_is_much_smaller_than_a_cohort_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    method = Means()
+    private(method, 1.0, **{"privacy-cohort": 12})
+    ran(method, fleet(1.0, 1.0, 1.0), 9)
+    said = "Cluster 0 has 3 clients online: the noise in its model is 4.0 times that of a cohort of"
+    assert caplog.text.count(said) == 1
+
+
+def test_few_updates_wait_when_the_others_have_spent_their_budget() -> None:
+    method = Means()
+    private(method, 1.0, **{"privacy-updates": 5, "privacy-cohort": 3})
+    grid = grid_of(pulled_app(), devices(1.0, 1.0, 1.0, 1.0, 1.0, 30.0))
+    seen = ran(method, grid, 1000)
+    taken = [one.client for one in of(events.UpdateApplied, seen)]
+    # The slow one takes part once or twice, and is then alone, with less than half a cohort.
+    assert [taken.count(f"c{i}") for i in range(5)] == [5] * 5
+    assert taken.count("c5") < 5
+    assert not of(events.UpdateRejected, seen)
+    assert seen[-1].ending is events.Ending.LIMIT
+    assert seen[-1].reason == (
+        "5 clients may contribute no more, and the others wait for cohorts of 3 updates "
+        "(privacy-cohort)"
+    )
+
+
+def test_noisy_sketches_are_part_of_the_account() -> None:
+    keys = {"strategy": "panicle", "clients": 8, "panicle.sketch-epsilon": 50.0, "workers": "0"}
+    keys |= {"model": "mclr", "max-updates": 24, "privacy-central": 2.0, "privacy-cohort": 4}
+
+    def epsilon(**more: Any) -> tuple[float, int]:
+        seen: list[events.Event] = []
+        method = simulated({**keys, **more}, seen)
+        privacy = next(one for one in method.features if isinstance(one, CentralPrivacy))
+        losses = [e for e in of(events.Measured, seen) if e.schema.name == "privacy"]
+        return losses[-1].values["epsilon"], max(privacy.state.participations.values())
+
+    known, updates = epsilon(**{"privacy-known-groups": True})
+    assert known == pytest.approx(epsilon_of(updates, 2.0, 1e-5))
+    both, updates = epsilon()
+    # Two sketches together have the μ of ε = 50, at the same δ.
+    mu = math.sqrt(gaussian_mu(50.0, 1e-5) ** 2 + updates / 4)
+    assert both == pytest.approx(epsilon_of(1, 1 / mu, 1e-5), rel=1e-6)
+    with pytest.raises(UserError, match="with a client's two sketches it costs ε = 5"):
+        epsilon(**{"privacy-budget": 40.0})
+
+
+def simulated(keys: dict[str, Any], seen: list[events.Event]) -> Method:
+    """Run a configuration in this process."""
+    config = resolve(RunConfig.from_mapping(keys))
+    method = build_strategy(config)
+    method.run(
+        build_grid(config),
+        initial_arrays(config),
+        config.max_updates or 0,
+        train_config=training_settings(config),
+        plan=plan(config),
+        observe=seen.append,
+    )
+    return method
+
+
+# Trees.
+
+
+def test_a_sum_is_made_of_a_node_for_each_1_of_the_binary_number() -> None:
+    # Two trees of four leaves, by hand: nodes are (level, number).
+    expected = [
+        {(0, 0)},
+        {(1, 0)},
+        {(1, 0), (0, 2)},
+        {(2, 0)},
+        {(2, 0), (0, 4)},
+        {(2, 0), (1, 2)},
+        {(2, 0), (1, 2), (0, 6)},
+        {(2, 0), (2, 1)},
+    ]
+    held: set[tuple[int, int]] = set()
+    for leaf, nodes in enumerate(expected):
+        new, former = renewed(leaf, 2)
+        assert held.issuperset(former)
+        held = held - set(former) | {new}
+        assert held == nodes
+        # They cover the leaves so far, each once.
+        covered = [i for level, at in held for i in range(at << level, (at + 1) << level)]
+        assert sorted(covered) == list(range(leaf + 1))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "height", "expected"),
+    [
+        ({3: 1.0}, 0, 1.0),
+        # One node of each of the levels 0 to 4.
+        ({5: 1.0}, 4, 5.0),
+        # Leaves 0 and 1 have the nodes of level 1 and 2 in common: 1 + 1 + 4 + 4.
+        ({0: 1.0, 1: 1.0}, 2, 10.0),
+        # Leaves 0 and 2 the one of level 2: 1 + 1 + 1 + 1 + 4.
+        ({0: 1.0, 2: 1.0}, 2, 8.0),
+        # All leaves of a tree of 8: 8 · 1 + 4 · 4 + 2 · 16 + 64.
+        (dict.fromkeys(range(8), 1.0), 3, 120.0),
+        # Parts are added before they are squared: 4 + 0.25 + 6.25.
+        ({0: 2.0, 1: 0.5}, 1, 10.5),
+    ],
+)
+def test_the_cost_of_a_client_in_a_tree_by_hand(
+    leaves: dict[int, float], height: int, expected: float
+) -> None:
+    assert cost(leaves, height) == expected
+
+
+@pytest.mark.parametrize("height", [0, 3, 6])
+def test_the_account_of_a_tree_agrees_with_the_library(height: int) -> None:
+    # A client takes part once; the library counts height + 1 nodes for 2^height steps.
+    event = dp_accounting.SingleEpochTreeAggregationDpEvent(3.0, 2**height)
+    other = dp_accounting.rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    ).compose(event)
+    own = epsilon_of(1, 3.0 / math.sqrt(cost({0: 1.0}, height)), 1e-5)
+    assert own <= other.get_epsilon(1e-5) <= 1.12 * own
+
+
+def test_the_noise_of_trees_has_the_stated_variance() -> None:
+    method = buffer()
+    seen = private(method, 2.0, **{"privacy-clip": 0.7, "privacy-tree": 4})
+    ran(method, grid_of(pulled_app(), devices(1.0, 1.0, 1.0)), 1200)
+    versions = dict(zip(seen.versions, seen.models, strict=True))
+    sums = np.array([versions[v] for v in sorted(versions) if v])
+    (privacy, _) = method.features
+    # Sums of leaves in units of the noise, relative to where their tree began.
+    found = sums / (2.0 * 0.7 * privacy.state.share)
+    begun = np.concatenate([np.zeros((1, 8)), found[3:-1:4]])
+    assert len(found) == 400
+    for leaf, nodes in enumerate([1, 1, 2, 1]):
+        squares = float(np.square(found[leaf::4] - begun).sum()) / nodes
+        assert chi2.ppf(2e-5, begun.size) < squares < chi2.ppf(1 - 2e-5, begun.size)
+
+
+def test_a_client_contributes_no_more_to_trees_than_its_budget() -> None:
+    # Versions of one client alone: its leaves are 0, 1, 2, …; three of them cost
+    # 3 · 1 + (4 + 1) + 9 = 17 in a tree of four, four cost 4 + 8 + 16 = 28.
+    budget = epsilon_of(1, 10.0 / math.sqrt(17.0), 1e-5) + 1e-6
+    method = half()
+    keys = {"privacy-tree": 4, "privacy-budget": budget}
+    private(method, 10.0, **keys)
+    seen = ran(method, fleet(1.0), 1000)
+    assert len(of(events.UpdateApplied, seen)) == 3
+    losses = [one.values["epsilon"] for one in of(events.Measured, seen)]
+    expected = [epsilon_of(1, 10.0 / math.sqrt(cost), 1e-5) for cost in (3.0, 10.0, 17.0)]
+    assert losses == pytest.approx(expected)
+    assert "the privacy budget of" in seen[-1].reason
+
+
 # Bounds.
 
 
@@ -296,10 +502,22 @@ def test_a_resumed_run_gets_no_budget_back() -> None:
     assert again.progress.updates == 12
 
 
-@pytest.mark.parametrize("make", [buffer, FedAvg, Compared], ids=str)
-def test_a_resumed_run_is_the_one_that_was_never_interrupted(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "keys"),
+    [
+        (buffer, {}),
+        (buffer, {"privacy-tree": 8}),
+        (FedAvg, {}),
+        (Compared, {}),
+        (Means, {"privacy-cohort": 2}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_one_that_was_never_interrupted(
+    make: Any, keys: dict[str, Any]
+) -> None:
     def start(method: Method, grid: VirtualGrid, updates: int, former: Any = None) -> Any:
-        private(method, 1.0, **{"privacy-updates": 30})
+        private(method, 1.0, **{"privacy-updates": 30, **keys})
         if former is not None:
             method.load_state_dict(former["method"])
             grid.load_state_dict(former["grid"])
@@ -313,7 +531,8 @@ def test_a_resumed_run_is_the_one_that_was_never_interrupted(make: Any) -> None:
     resumed = start(make(), slow(), 40, start(make(), slow(), 17))
     # The chain has a feature without a state, too.
     assert resumed["method"]["features"] == whole["method"]["features"]
-    assert resumed["method"]["features"]["central-privacy"]["draws"] >= 13
+    state = resumed["method"]["features"]["central-privacy"]
+    assert max(state["draws"], state["leaf"]) >= 13
     models = [one["method"]["clusters"]["models"]["0"]["vector"] for one in (resumed, whole)]
     assert np.array_equal(*models)
 
@@ -341,6 +560,10 @@ def test_a_resumed_run_is_the_one_that_was_never_interrupted(make: Any) -> None:
         ({"privacy-clip": 0.0}, "privacy-clip must be"),
         ({"privacy-central": -1.0}, "privacy-central must be"),
         ({"privacy-updates": 0}, "privacy-updates must be"),
+        ({"strategy": "panicle"}, "cannot tell which clients are alike. Give panicle.sketch-eps"),
+        ({"privacy-tree": 6}, "privacy-tree must be a power of two, got 6"),
+        ({"privacy-tree": 8, "strategy": "casa"}, "casa does not only add updates to one model"),
+        ({"privacy-tree": 8, "strategy": "fedbuff", "secure": True}, "leave one of them out"),
     ],
 )
 def test_what_gets_no_noise_or_makes_no_sense_is_refused(keys: dict[str, Any], said: str) -> None:
@@ -349,7 +572,8 @@ def test_what_gets_no_noise_or_makes_no_sense_is_refused(keys: dict[str, Any], s
 
 
 def test_panicle_leaves_its_own_models_out() -> None:
-    config = resolve(RunConfig.from_mapping({"strategy": "panicle", "privacy-central": 5.0}))
+    keys = {"strategy": "panicle", "privacy-central": 5.0, "privacy-known-groups": True}
+    config = resolve(RunConfig.from_mapping(keys))
     build_strategy(config)
     assert config.value("own-model") is False
 

@@ -13,12 +13,21 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from scipy.stats import chi2
 
 from raceme.client_app import client_app
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.events import Event, Measured, RunEnded, UpdateApplied, UpdateRejected
+from raceme.core.events import (
+    Ending,
+    Event,
+    Measured,
+    RunEnded,
+    UpdateApplied,
+    UpdateRejected,
+)
 from raceme.core.messages import from_array, to_array
+from raceme.features.central_privacy.server import CentralPrivacy, epsilon_of
 from raceme.features.secure import Options
 from raceme.features.secure.client import Secrets, work
 from raceme.features.secure.protocol import (
@@ -541,8 +550,10 @@ def test_the_server_sees_no_single_update() -> None:
     assert run.vector[:8].tobytes() in kept
 
 
-@pytest.mark.parametrize("stage", [SHARES, MASKED, UNMASK])
-def test_a_resumed_run_is_the_one_that_was_never_interrupted(stage: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "noise"), [(SHARES, 0.0), (MASKED, 0.0), (UNMASK, 0.0), (MASKED, 1.0)]
+)
+def test_a_resumed_run_is_the_one_that_was_never_interrupted(stage: str, noise: float) -> None:
     states: list[dict[str, Any]] = []
 
     def keep(run: Run) -> str:
@@ -553,7 +564,7 @@ def test_a_resumed_run_is_the_one_that_was_never_interrupted(stage: str) -> None
             states.append(copy.deepcopy(state))
         return ""
 
-    keys = {"clients": 6, "max-updates": 30, "devices": "slow30x10"}
+    keys = {"clients": 6, "max-updates": 30, "devices": "slow30x10", "privacy-central": noise}
     whole = Run("fedbuff", stop=keep, secure=True, **keys)
     assert states[0]["method"]["progress"]["held"]
     resumed = Run("fedbuff", state=states[0], secure=True, **keys)
@@ -619,7 +630,6 @@ def test_two_devices_of_one_key_are_not_in_one_cohort() -> None:
         ({"protection": "trust"}, "protection judges single updates: leave it out"),
         ({"upload": "int8"}, "upload is shorter than masks may be: leave it out"),
         ({"discrepancy": True}, "discrepancy compares single updates: leave it out"),
-        ({"privacy-central": 1.0}, "privacy-central clips single updates: leave it out"),
         ({"clients": 4}, "no cohort of 5 members forms, as 4 clients work at a time"),
         ({"strategy": "fedavg", "fedavg.fraction": 0.2}, "as 2 clients work at a time"),
         ({"strategy": "panicle"}, "sketches of 1024 numbers, by which clients are grouped"),
@@ -669,4 +679,94 @@ def test_the_feature_takes_no_part_without_its_key() -> None:
     assert RunConfig.from_mapping({"strategy": "fedbuff"}).value("client-map")
     assert not resolve(RunConfig.from_mapping({"strategy": "fedbuff", "secure": True})).value(
         "client-map"
+    )
+
+
+# -----------------------------------------------------------------------------
+# With central privacy: devices clip, and the server adds noise to sums.
+# -----------------------------------------------------------------------------
+
+
+def private(noise: float, **keys: Any) -> Run:
+    """Run one round of FedAvg with six clients, secure and with noise."""
+    keys = {"clients": 6, "max-updates": 6, "privacy-clip": 0.25, "lr": 0.1, **keys}
+    return Run("fedavg", secure=True, **keys, **{"privacy-central": noise})
+
+
+def test_devices_clip_before_they_mask_and_the_mean_is_that_of_clipped_changes() -> None:
+    changes: list[np.ndarray] = []
+
+    def keep(message: Message, reply: Message, context: Context) -> None:
+        if stage_of(message) == "train":
+            changes.append(change_of(context))
+
+    run = private(1e-9, changed=keep)
+    lengths = [float(np.linalg.norm(change)) for change in changes]
+    assert lengths == pytest.approx([0.25] * 6, rel=1e-5)
+    initial = run.method.spec.unpack(run.method.initial)
+    bound = Scale(8.0, 32).bound([1.0] * 6)
+    # Examples do not count.
+    assert run.sums == [(6, 6)]
+    assert np.abs(run.vector - initial - np.mean(changes, axis=0)).max() <= bound + 1e-6
+
+
+def test_the_noise_on_a_sum_has_the_stated_variance() -> None:
+    exact, noisy = private(1e-9), private(2.0)
+    noise = (noisy.vector - exact.vector) / (2.0 * 0.25 / 6)
+    # Outside in one of 10,000 seeds.
+    low, high = chi2.ppf([5e-5, 1 - 5e-5], noise.size)
+    assert low < float(np.square(noise.astype(np.float64)).sum()) < high
+    again = private(2.0)
+    assert again.vector.tobytes() == noisy.vector.tobytes()
+    epsilons = [e.values["epsilon"] for e in noisy.of(Measured) if e.schema.name == "privacy"]
+    assert epsilons == [epsilon_of(1, 2.0, 1e-5)]
+
+
+def test_every_member_of_a_cohort_gets_the_same_noise() -> None:
+    # The buffer of 3 takes its versions from parts of cohorts, of 6 and 7 members.
+    keys = {"clients": 7, "max-updates": 30, "devices": "uniform", "fedbuff.k": 3}
+    run = Run("fedbuff", secure=True, **keys, **{"privacy-central": 1.0, "secure-least": 6})
+    feature = next(one for one in run.method.features if isinstance(one, CentralPrivacy))
+    assert feature.state.draws == len(run.sums) > 3
+    assert sum(feature.state.participations.values()) == len(run.of(UpdateApplied))
+
+
+def test_a_device_that_does_not_clip_is_refused() -> None:
+    def unclipped(message: Message, reply: Message, context: Context) -> Message | None:
+        if stage_of(message) != "train" or context.node_config["partition-id"] != 0:
+            return None
+        del reply.content["metrics"]["privacy-clip"]
+        return reply
+
+    run = private(1.0, changed=unclipped, clients=7)
+    assert {event.client for event in run.of(UpdateRejected)} == {"client-0"}
+    assert "knows no privacy-central" in run.of(UpdateRejected)[0].reason
+    assert run.sums == [(6, 6)]
+
+
+def test_panicle_keeps_its_groups_with_secure_sums_and_noise() -> None:
+    # A small model, since its sketches have noise of their own.
+    keys = {"clients": 16, "groups": "0.5,0.5", "max-updates": 96, "local-epochs": 3}
+    keys |= {"panicle.sketch-epsilon": 800.0, "secure-least": 6, "privacy-known-groups": True}
+    run = Run("panicle", secure=True, **keys, **{"privacy-central": 0.2, "privacy-updates": 6})
+    groups = {f"client-{i}": run.method.clusters.main(f"client-{i}") for i in range(16)}
+    assert len(set(groups.values())) == 2
+    assert len({groups[f"client-{i}"] for i in range(8)}) == 1
+    assert run.sums
+    assert not run.of(UpdateRejected)
+
+
+def test_a_spent_budget_ends_a_run_whose_last_updates_find_no_cohort() -> None:
+    budget = {"privacy-central": 3.0, "privacy-budget": epsilon_of(2, 3.0, 1e-5) + 1e-6}
+    keys = {"clients": 6, "max-updates": 1000, "devices": "slow30x10", "secure-least": 4}
+    run = Run("fedbuff", secure=True, **keys, **budget)
+    (ended,) = run.of(RunEnded)
+    assert ended.ending is Ending.LIMIT
+    taken = [event.client for event in run.of(UpdateApplied)]
+    assert max(map(taken.count, taken)) == 2
+    # No client trained in vain.
+    assert not run.of(UpdateRejected)
+    assert ended.reason == (
+        "4 clients may contribute no more, and the others wait for cohorts of 4 members of a "
+        "cluster (secure-least)"
     )

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from raceme.core.options import option
 
+CLIP = "privacy-clip"
+"""Setting that asks a client to clip its change, and the metric by which it says that it has."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -30,4 +33,15 @@ class Options:
     )
     privacy_updates: int | None = option(
         None, "updates of a client after which it gets no further work (auto: no bound)", low=1
+    )
+    privacy_cohort: int = option(
+        20, "updates of a cluster that get one noise together, with methods such as panicle", low=1
+    )
+    privacy_known_groups: bool = option(
+        False, "take groups of clients as known: the probes that they come from get no noise"
+    )
+    privacy_tree: int | None = option(
+        None,
+        "noise of binary trees of so many versions each, a power of two (auto: independent noise)",
+        low=2,
     )

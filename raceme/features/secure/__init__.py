@@ -22,6 +22,10 @@ from dataclasses import dataclass
 
 from raceme.core.options import SECONDS, option
 
+COHORT = "secure-sum"
+"""Numbers of an update that was part of a sum: number of the sum, largest share of a member in the
+mean, and the most that rounding adds to the length of this member's change."""
+
 
 @dataclass(frozen=True)
 class Options:

@@ -191,9 +191,14 @@ class Scale:
         """Largest whole number: the sum of the largest cohort stays in range."""
         return _LEVELS // self.most - 1
 
+    @property
+    def level(self) -> float:
+        """Distance of two whole numbers."""
+        return 2 * self.largest / self.levels
+
     def bound(self, weights: Collection[float]) -> float:
         """Return the largest error of a number of the weighted mean: a level of each member."""
-        return len(weights) / sum(weights) * 2 * self.largest / self.levels
+        return len(weights) / sum(weights) * self.level
 
 
 def quantized(change: Vector, weight: float, scale: Scale) -> Masked:

@@ -23,6 +23,7 @@ from raceme.core.messages import (
     NUMBERS,
     SKETCH,
     TASK_SHARE,
+    TRAIN_SKETCH,
     TRAINING,
     InvalidReplyError,
     ModelSpec,
@@ -32,7 +33,7 @@ from raceme.core.messages import (
 )
 from raceme.core.requests import Answer, InFlight, Request, Update, Value
 from raceme.core.sketches import SIZE, Sketcher
-from raceme.features.secure import Options
+from raceme.features.secure import COHORT, Options
 from raceme.features.secure.protocol import (
     ANSWERED,
     KEY_BYTES,
@@ -198,11 +199,14 @@ class SecureState:
         The cohorts in progress.
     sketched : dict[str, int]
         Size of the sketch that a client's present request is for.
+    sums : int
+        Number of sums so far.
     """
 
     members: dict[str, Member] = field(default_factory=dict)
     cohorts: list[Cohort] = field(default_factory=list)
     sketched: dict[str, int] = field(default_factory=dict)
+    sums: int = 0
 
 
 class Secure(Feature):
@@ -226,6 +230,11 @@ class Secure(Feature):
     def _scale(self) -> Scale:
         return Scale(self.options.secure_range, self.options.secure_most)
 
+    @property
+    def _is_noisy(self) -> bool:
+        """Whether central privacy adds noise to the sums."""
+        return bool((self.config or RunConfig()).value("privacy-central"))
+
     # Before a run.
 
     def resolved(self, needs: Needs) -> Mapping[str, Any]:
@@ -235,7 +244,7 @@ class Secure(Feature):
     def check(self, needs: Needs) -> None:
         """Refuse methods and features that work on single updates, and impossible cohorts."""
         config, least = self.config or RunConfig(), self.options.secure_least
-        self._sketches = needs.sketches
+        self._sketches = needs.sketches and TRAIN_SKETCH not in needs.kinds
         if needs.sum_weight is None:
             raise UserError(
                 f"secure: {config.strategy} compares or keeps updates of single clients, and the "
@@ -245,7 +254,6 @@ class Secure(Feature):
             "protection": (config.value("protection") != "none", "judges single updates"),
             "upload": (config.value("upload") != "float32", "is shorter than masks may be"),
             "discrepancy": (config.value("discrepancy"), "compares single updates"),
-            "privacy-central": (config.value("privacy-central") > 0, "clips single updates"),
         }
         for key, (is_on, reason) in refused.items():
             if is_on:
@@ -427,7 +435,11 @@ class Secure(Feature):
     def _weigh(self, cohort: Cohort, context: FeatureContext) -> None:
         """Set the weights of members' updates: those of the method, relative to the largest."""
         members = self.state.members
-        weights = {at: context.weight(members[c].update) for c, at in cohort.members.items()}
+        updates = {at: members[client].update for client, at in cohort.members.items()}
+        if self._is_noisy:
+            # With noise on sums, numbers of examples do not count.
+            updates = {at: replace(update, num_examples=1) for at, update in updates.items()}
+        weights = {at: context.weight(update) for at, update in updates.items()}
         largest = max(weights.values())
         cohort.weights = {position: weight / largest for position, weight in weights.items()}
 
@@ -491,8 +503,14 @@ class Secure(Feature):
             members=cohort.size,
             seconds=context.now() - since,
         )
-        for update in updates:
-            yield replace(update, vector=context.base(update) + mean, arrived_at=context.now())
+        self.state.sums += 1
+        weights = [cohort.weights[position] for position in cohort.summed]
+        rounding = 2.0 * self._scale.level * math.sqrt(len(mean))
+        told = np.array([self.state.sums, max(weights) / sum(weights), rounding / max(weights)])
+        vectors = [context.base(update) + mean for update in updates]
+        for update, vector in zip(updates, vectors, strict=True):
+            numbers = {**update.numbers, COHORT: told}
+            yield replace(update, vector=vector, arrived_at=context.now(), numbers=numbers)
 
     def on_answer(self, answer: Answer, context: FeatureContext) -> None:
         """Take a member's part in a stage, if its cohort still waits for it."""

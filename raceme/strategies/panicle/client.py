@@ -6,9 +6,8 @@ import secrets
 from dataclasses import replace
 
 from raceme.core.gaussian import gaussian_noise
-from raceme.core.messages import NUM_EXAMPLES, REPORT_TIMING, SKETCH, ModelSpec
+from raceme.core.messages import NUM_EXAMPLES, REPORT_TIMING, SKETCH, SKETCH_NOISE, ModelSpec
 from raceme.core.sketches import Sketcher
-from raceme.strategies.panicle import SKETCH_NOISE
 from raceme.training.work import ClientWork, WorkResult, train_model
 
 

@@ -27,13 +27,12 @@ from numpy.typing import NDArray
 from raceme.core.clusters import Clusters, Model, parts_of, unit
 from raceme.core.events import grouped
 from raceme.core.gaussian import gaussian_mu
-from raceme.core.messages import ARRAYS, SKETCH, Vector, array_of
+from raceme.core.messages import ARRAYS, SKETCH, SKETCH_NOISE, TRAIN_SKETCH, Vector, array_of
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.sketches import SIZE, Sketcher
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import VectorStore
-from raceme.strategies.panicle import SKETCH_NOISE, TRAIN_SKETCH
 from raceme.strategies.panicle.probes import (
     HALVES,
     LANDMARKS,
@@ -256,14 +255,15 @@ class Panicle(Method):
     @property
     def needs(self) -> Needs:
         """Requirements of the method."""
-        has_noise = self.parameters.sketch_epsilon > 0
+        is_probing = self.parameters.clustering
+        has_noise = is_probing and self.parameters.sketch_epsilon > 0
         return Needs(
             kinds=frozenset({TRAIN_SKETCH} if has_noise else ()),
             settings=frozenset({SKETCH_NOISE} if has_noise else ()),
             bases=True,
             features={"own-model": True},
             sum_weight=by_examples,
-            sketches=True,
+            sketches=is_probing,
         )
 
     def initialize(self, vector: Vector) -> None:
