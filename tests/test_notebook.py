@@ -418,7 +418,7 @@ def test_definitions_in_a_function_are_known_to_worker_processes(
     # As in a process that has just started.
     monkeypatch.setattr(registry, "_local", {})
     monkeypatch.setattr(registry, "_pickled", {})
-    with pytest.raises(UserError, match="a script or a notebook defines mine"):
+    with pytest.raises(UserError, match="mine is defined in a script or a notebook"):
         build(name, (3,), 2)
     registry.define(pickled)
     assert build(name, (3,), 2).weight.shape == (2, 3)

@@ -183,7 +183,7 @@ def test_a_file_cannot_hide_a_name_or_trust_itself(keys: dict[str, str], here: P
     path.write_text(tomli_w.dumps(read_toml(path) | keys))
     for command in (["run", "--resume", FOLDER], ["run", "--config", str(path)]):
         said = ran(command)
-        assert ("sets trust, which is typed only" in said) == ("trust" in str(keys))
+        assert ("sets trust, which only the command line may set" in said) == ("trust" in str(keys))
         assert "trust" in str(keys) or "Nothing was imported" in said
         assert not (here / "mark").exists()
 

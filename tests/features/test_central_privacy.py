@@ -14,6 +14,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
+from runs import devices, of
 from scipy.stats import chi2, norm
 
 from raceme.core import events
@@ -45,7 +46,6 @@ from raceme.strategies import (
     FedProx,
 )
 from raceme.training.models import initial_arrays
-from runs import devices, of
 
 ONES = np.ones(8, np.float32)
 TARGETS = [3 * ONES, -ONES, 2 * ONES]

@@ -33,7 +33,7 @@ def test_a_client_may_have_arrays_or_tensors() -> None:
 
 @pytest.mark.parametrize(("x", "y"), [(X[:3], Y), (X[:0], Y[:0]), (X, Y - 1), (X, Y.reshape(2, 2))])
 def test_samples_that_do_not_fit_are_reported(x: np.ndarray, y: np.ndarray) -> None:
-    with pytest.raises(UserError, match="OwnData: x_test and y_test must be as many inputs as"):
+    with pytest.raises(UserError, match="OwnData: x_test and y_test must have equal lengths"):
         OwnData(nn.Linear(3, 3), X, Y, x, y).client(context())
 
 
