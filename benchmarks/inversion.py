@@ -27,7 +27,7 @@ from torch.nn import functional
 from raceme.core.config import RunConfig
 from raceme.core.gaussian import gaussian_noise, seeded_key
 from raceme.datasets import client_data
-from raceme.features.central_privacy.server import clipped
+from raceme.features.central_privacy.clipping import clipped
 from raceme.training.models import build
 
 matplotlib.use("Agg")

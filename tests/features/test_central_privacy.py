@@ -27,7 +27,8 @@ from raceme.core.messages import Vector
 from raceme.core.progress import Plan
 from raceme.core.requests import Outcome, Request, Update
 from raceme.core.strategy import Method, Needs
-from raceme.features.central_privacy.server import CentralPrivacy, clipped, epsilon_of
+from raceme.features.central_privacy.clipping import clipped
+from raceme.features.central_privacy.server import CentralPrivacy, epsilon_of
 from raceme.features.central_privacy.tree import cost, renewed
 from raceme.runs.experiment import (
     build_grid,

@@ -9,7 +9,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from raceme.core import messages as names
 from raceme.core.messages import ModelSpec
 from raceme.features.central_privacy import CLIP, Options
-from raceme.features.central_privacy.server import clipped
+from raceme.features.central_privacy.clipping import clipped
 
 
 def work(

@@ -74,6 +74,7 @@ from raceme.core.registry import explained
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.sketches import Sketcher
 from raceme.features.central_privacy import CLIP, Options
+from raceme.features.central_privacy.clipping import clipped
 from raceme.features.central_privacy.tree import cost, renewed
 from raceme.features.secure import COHORT
 
@@ -580,12 +581,6 @@ class CentralPrivacy(Feature):
             taken = self.state.participations.get(client, 0)
             values = {"client": client, "participations": taken, "epsilon": self._epsilon(spent)}
             context.measure(PRIVACY, **values)
-
-
-def clipped(change: Vector, length: float) -> Vector:
-    """Return a change, scaled to a length if it is longer. Shape (d,)."""
-    own = float(np.linalg.norm(change.astype(np.float64)))
-    return change if own <= length else np.asarray(change * (length / own))
 
 
 def epsilon_of(participations: int, noise: float, delta: float) -> float:
