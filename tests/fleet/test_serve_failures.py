@@ -64,7 +64,7 @@ def test_a_folder_that_a_server_app_of_a_superlink_writes_to_is_refused(simulate
 
 def test_a_checkpoint_of_another_kind_of_server_is_refused(simulated: Path) -> None:
     before = read_events(simulated)
-    assert "it is of a run of `raceme run`: resume it with that" in served(simulated)
+    assert "it belongs to a run of `raceme run`: resume it with that" in served(simulated)
     assert read_events(simulated) == before
 
 

@@ -249,7 +249,7 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
         assert run.in_use() == target
         # The answer to the test that was under way has changed nothing.
         reasons = [event.reason for event in run.decided if event.outcome == "held"]
-        assert "an operator has rolled back to another" in reasons
+        assert "an operator has rolled back to another version" in reasons
         with pytest.raises(UserError, match=r"Version 999 of cluster 0 is not kept; there are \d"):
             run.do(lambda: run.rollouts.rollback(0, 999))
         with pytest.raises(UserError, match="There is no cluster 5: there are 0"):

@@ -572,5 +572,5 @@ def test_a_forged_time_is_named(tmp_path: Path, time: str | None) -> None:
         )
     with closing(sqlite3.connect(tmp_path / "run.sqlite")) as connection, connection:
         connection.execute("UPDATE events SET time = ?", (time,))
-    with pytest.raises(UserError, match="no UpdateApplied can be read"):
+    with pytest.raises(UserError, match="an event of kind UpdateApplied cannot be read"):
         read_events(tmp_path)
