@@ -668,7 +668,7 @@ def code_of(keys: Mapping[str, Any]) -> str:
 def imported_by(keys: Mapping[str, Any]) -> dict[str, str]:
     """Return the names in some keys that a run would import from outside Raceme, by key.
 
-    Names from installed packages are left out: whoever installed a package trusts it.
+    Names from installed packages are left out: to install a package is to trust it.
     """
     given = present_names(expanded(keys), general_keys())
     found = {}

@@ -1,4 +1,4 @@
-"""Gaussian noise from a cipher, and the privacy that Gaussian noise gives.
+"""Clipping, Gaussian noise from a cipher, and the privacy that these give.
 
 numpy's generators can be predicted from their output; Mersenne Twister's state, for example, from
 624 numbers. Noise for privacy therefore comes from a cipher: with a secret key it is as
@@ -13,6 +13,8 @@ import math
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
+
+from raceme.core.messages import Vector
 
 _BLOCK = 1 << 16
 
@@ -84,3 +86,9 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     while gaussian_epsilon(high, delta) < epsilon:
         high *= 2.0
     return float(brentq(lambda mu: gaussian_epsilon(mu, delta) - epsilon, 1e-9, high))
+
+
+def clipped(change: Vector, length: float) -> Vector:
+    """Return a change, scaled to a length if it is longer, on the server and on devices alike."""
+    own = float(np.linalg.norm(change.astype(np.float64)))
+    return change if own <= length else np.asarray(change * (length / own))

@@ -22,12 +22,11 @@ from raceme.core.chain import Chain
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext, Refusal
-from raceme.core.gaussian import gaussian_mu
+from raceme.core.gaussian import clipped, gaussian_mu
 from raceme.core.messages import Vector
 from raceme.core.progress import Plan
 from raceme.core.requests import Outcome, Request, Update
 from raceme.core.strategy import Method, Needs
-from raceme.features.central_privacy.clipping import clipped
 from raceme.features.central_privacy.server import CentralPrivacy, epsilon_of
 from raceme.features.central_privacy.tree import cost, renewed
 from raceme.runs.experiment import (

@@ -7,9 +7,9 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from raceme.core import messages as names
+from raceme.core.gaussian import clipped
 from raceme.core.messages import ModelSpec
 from raceme.features.central_privacy import CLIP, Options
-from raceme.features.central_privacy.clipping import clipped
 
 
 def work(

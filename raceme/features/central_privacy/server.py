@@ -55,7 +55,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, plural
 from raceme.core.events import MeasureSchema, grouped
 from raceme.core.feature import Feature, FeatureContext, Held, Refusal
-from raceme.core.gaussian import gaussian_noise, seeded_key
+from raceme.core.gaussian import clipped, gaussian_noise, seeded_key
 from raceme.core.messages import (
     FINISHED_AT,
     METRICS,
@@ -74,7 +74,6 @@ from raceme.core.registry import explained
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.sketches import Sketcher
 from raceme.features.central_privacy import CLIP, Options
-from raceme.features.central_privacy.clipping import clipped
 from raceme.features.central_privacy.tree import cost, renewed
 from raceme.features.secure import COHORT
 
@@ -197,7 +196,11 @@ class CentralPrivacy(Feature):
                 "privacy-central cannot run with a protection, whose verdicts on single updates "
                 "get no noise: privacy-clip bounds the influence of each update."
             )
-        if needs.sketches and TRAIN_SKETCH not in needs.kinds and not self._knows_groups:
+        if (
+            needs.sketches
+            and TRAIN_SKETCH not in needs.kinds
+            and not self.options.privacy_known_groups
+        ):
             raise UserError(
                 f"privacy-central: with its noise {strategy} cannot tell which clients are alike. "
                 f"Give {strategy}.sketch-epsilon, for groups from sketches with noise of their "
@@ -205,10 +208,6 @@ class CentralPrivacy(Feature):
             )
         self._check_noise(needs)
         self._check_account(config.clients or 0)
-
-    @property
-    def _knows_groups(self) -> bool:
-        return self.options.privacy_known_groups
 
     def _check_noise(self, needs: Needs) -> None:
         """Check that a tree fits the method."""
@@ -357,7 +356,7 @@ class CentralPrivacy(Feature):
             found = array_of(update.numbers, SKETCH, (length,)).astype(np.float32)
         else:
             found = sketcher.direction(context.compared(update.vector - base))
-        if not self._knows_groups:
+        if not self.options.privacy_known_groups:
             spent = self.state.spent.get(client, 0.0)
             self.state.spent[client] = spent + self._cost_of_sketch
             self._report(client, context)
@@ -495,7 +494,7 @@ class CentralPrivacy(Feature):
     def _cost_of_sketch(self) -> float:
         """μ² of a noisy sketch: any two are 2 apart at most. 0 if groups are known."""
         deviation = self.state.deviation
-        return 4.0 / deviation**2 if deviation and not self._knows_groups else 0.0
+        return 4.0 / deviation**2 if deviation and not self.options.privacy_known_groups else 0.0
 
     @property
     def _z2(self) -> float:
