@@ -25,9 +25,8 @@ from torch import nn
 from torch.nn import functional
 
 from raceme.core.config import RunConfig
-from raceme.core.gaussian import gaussian_noise, seeded_key
+from raceme.core.gaussian import clipped, gaussian_noise, seeded_key
 from raceme.datasets import client_data
-from raceme.features.central_privacy.clipping import clipped
 from raceme.training.models import build
 
 matplotlib.use("Agg")

@@ -28,7 +28,7 @@ from light_devices import Behaviour, online  # noqa: E402
 from processes import free_port, loopback, raceme, wait_until  # noqa: E402
 
 from raceme.flower.fleet_client import Endpoint  # noqa: E402
-from raceme.records.folder import command  # noqa: E402
+from raceme.records.control import command  # noqa: E402
 
 
 def looked_at(

@@ -1,12 +1,18 @@
-"""The rooms of the package: imports go down only, without circles."""
+"""The rooms of the package: imports go down only, without circles; scripts' imports exist."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-STRUCTURE = Path(__file__).parents[1] / "benchmarks" / "structure.py"
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STRUCTURE = ROOT / "benchmarks" / "structure.py"
 _SPEC = importlib.util.spec_from_file_location("structure", STRUCTURE)
 assert _SPEC is not None
 assert _SPEC.loader is not None
@@ -54,3 +60,29 @@ def test_client_halves_are_imported_by_name_only() -> None:
             for name in imported:
                 ours = name.startswith("raceme")
                 assert not ours or name.startswith(own) or structure.room_of(name) in rooms, module
+
+
+SCRIPTS = sorted(
+    path for folder in ("benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def names_of_ours(script: Path) -> Iterator[tuple[str, str]]:
+    """Names that a script imports from this repository: module and name, or module and ""."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+            if node.module.split(".")[0] in ("raceme", "benchmarks", "tests"):
+                for alias in node.names:
+                    yield node.module, alias.name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "raceme":
+                    yield alias.name, ""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_scripts_import_exists(script: Path) -> None:
+    """Few scripts run in a test, and a name that has moved would break the others unnoticed."""
+    for module, name in names_of_ours(script):
+        found = importlib.import_module(module)
+        assert not name or hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}")
