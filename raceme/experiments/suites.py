@@ -23,6 +23,7 @@ from raceme.core.config import (
     RunConfig,
     check_key,
     check_keys_trusted,
+    general_keys,
     parse_assignment,
     read_tree,
 )
@@ -907,13 +908,17 @@ def _method(path: Path, label: str, table: Any) -> ComparedMethod:
     _check_keys(path, where, entry, _METHOD_KEYS)
     strategy = str(entry.get("strategy", label))
     STRATEGIES.check(strategy)
+    sweep = _sweep(path, f"{where}.sweep", entry.get("sweep", {}))
+    prefix, own = STRATEGIES.prefix(strategy), _hyper_parameters(strategy) if sweep else set()
+    general = {name for name in (sweep or ({},))[0] if prefix + name not in own} & {*general_keys()}
     return ComparedMethod(
         label=label,
         strategy=strategy,
         options=_table(path, f"{where}.options", entry.get("options", {})),
-        sweep=_sweep(path, f"{where}.sweep", entry.get("sweep", {})),
+        sweep=sweep,
         published=_published(path, f"{where}.published", entry.get("published", [])),
         settings=_settings(path, entry.get("settings", {})),
+        run_keys=frozenset(general),
     )
 
 

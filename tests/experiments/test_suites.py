@@ -113,6 +113,13 @@ def test_variants_of_a_matrix(tmp_path: Path) -> None:
     assert not any(method.published for method in other.methods)
 
 
+def test_a_suite_sweeps_general_keys_beside_hyper_parameters(tmp_path: Path) -> None:
+    text = "[methods.casa]\nsweep = { lr = [0.1, 0.4], gamma = [0.2] }\n"
+    points = load_suite(written(tmp_path, text)).methods[0].variants()
+    assert [point.settings for point in points] == [{"lr": 0.1}, {"lr": 0.4}]
+    assert [point.options for point in points] == [{"gamma": 0.2}] * 2
+
+
 def test_published_numbers_of_another_dataset_are_said(tmp_path: Path) -> None:
     named = variants(written(tmp_path, COMPLETE))
     even, other = (load_suite(named[name]) for name in ("digits-even", "other"))
