@@ -305,16 +305,22 @@ class Loop:
     def _endless_wait(self) -> tuple[Ending, str] | None:
         """Return why all clients wait forever for held updates, if they do.
 
-        This is known only on a grid that foresees arrivals.
+        A grid that foresees arrivals knows who else will come. Elsewhere those online count, as
+        for the end of a run whose clients may contribute no more, but a fleet without any such
+        client may be incomplete.
         """
         progress, grid = self._progress, self._grid
-        works = progress.in_flight or progress.further or progress.evaluations
+        # Clients whose updates are held are tested afterwards.
+        tests = any(evaluation.open for evaluation in progress.evaluations)
+        works = progress.in_flight or progress.further or tests
         if works or not progress.held or self._method.features.wake_at() < math.inf:
             return None
-        if not isinstance(grid, Foreseeing) or grid.arrivals_ahead():
+        is_foreseen = isinstance(grid, Foreseeing) and not grid.arrivals_ahead()
+        if isinstance(grid, Foreseeing) and not is_foreseen:
             return None
         if not progress.idle:
-            return Ending.USELESS_REPLIES, f"all clients wait for {progress.held_for}"
+            reason = f"all clients wait for {progress.held_for}"
+            return (Ending.USELESS_REPLIES, reason) if is_foreseen else None
         holds = self._method.features.holds_for_good
         if holds is None or not all(map(holds, progress.idle)):
             return None

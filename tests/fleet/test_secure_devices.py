@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -18,9 +19,10 @@ DEVICES = 7
 VICTIMS = {0: (SHARES, 1), 1: (MASKED, 2), 2: (UNMASK, 3)}
 """Devices that die in a stage, of so many cohorts."""
 
-# A device that keeps a copy of each of its updates, and kills itself where it is told to.
+# A device that keeps a copy of each of its updates, and kills itself where it is told to. A late
+# one announces no update before it may.
 PROGRAM = """
-import os, sys
+import os, sys, time
 import numpy as np
 from raceme.core.messages import from_array
 from raceme.features.secure import client
@@ -37,6 +39,14 @@ def stopped(message, asked, context, options):
         os.kill(os.getpid(), 9)
     return honest(message, asked, context, options)
 
+def late():
+    while not os.path.exists("go"):
+        time.sleep(0.1)
+    return announced()
+
+announced = client.Secrets.new
+if stage == "late":
+    client.Secrets.new = staticmethod(late)
 client._stage = stopped
 sys.argv = ["raceme", *arguments]
 from raceme.__main__ import main
@@ -54,8 +64,8 @@ def start_server(bed: Loopback, *options: str) -> Process:
     return bed.start("serve", raceme("serve", *places, *given, "--secure", *options))
 
 
-def start_device(bed: Loopback, number: int) -> Process:
-    stage, times = VICTIMS.get(number, ("none", 1))
+def start_device(bed: Loopback, number: int, late: bool = False) -> Process:
+    stage, times = ("late", 1) if late else VICTIMS.get(number, ("none", 1))
     command = [sys.executable, "-c", PROGRAM, str(number), stage, str(times)]
     command += ["device", "--superlink", bed.fleet_address]
     command += ["--root-certificates", "certs/ca.crt", "--key", f"certs/devices/d{number}"]
@@ -64,14 +74,21 @@ def start_device(bed: Loopback, number: int) -> Process:
     return bed.start(f"device-{number}", command)
 
 
+NOISE = ("--privacy-central", "0.5", "--privacy-delta", "0.001")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_devices_that_are_killed_in_each_stage_and_what_the_server_keeps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("privacy", [(), NOISE], ids=["sums", "noise"])
+def test_devices_that_are_killed_in_each_stage_and_what_the_server_keeps(
+    privacy: tuple[str, ...], tmp_path: Path
+) -> None:
     with loopback(tmp_path) as bed:
         named = [part for number in range(DEVICES) for part in ("--device", f"d{number}")]
         certs = bed.start("certs", raceme("certs", "--host", "127.0.0.1", "--out", "certs", *named))
         assert certs.wait() == 0
         least = ("--clients-min", str(DEVICES), "--max-updates", "19")
+        least += privacy
         server = start_server(bed, "--certificates", "certs", "--checkpoint-every", "1", *least)
         server.wait_for("Listening on", 240)
         devices = [start_device(bed, number) for number in range(DEVICES)]
@@ -79,9 +96,10 @@ def test_devices_that_are_killed_in_each_stage_and_what_the_server_keeps(tmp_pat
         for number in VICTIMS:
             assert devices[number].wait(60) == -9
     # Cohorts of 7, 6, 5 and 4 members, the last of which sends its update before it dies.
-    sums = query(tmp_path / "out", "SELECT * FROM measures WHERE name = 'secure_sum'")
-    assert len(sums) == 4, sums
     out = tmp_path / "out"
+    sums = query(out, "SELECT * FROM measures WHERE name = 'secure_sum'")
+    assert len(sums) == 4, sums
+    assert bool(query(out, "SELECT * FROM measures WHERE name = 'privacy'")) == bool(privacy)
     are_applied_once(out, len(updates(out)))
     changes = [np.load(path) for path in tmp_path.glob("update-*.npy")]
     assert len(changes) >= 19
@@ -115,3 +133,23 @@ def test_a_server_that_is_killed_goes_on_with_sums(tmp_path: Path) -> None:
         assert any(device.handle.poll() is None for device in devices)
     are_applied_once(tmp_path / "out", len(updates(tmp_path / "out")))
     assert len(updates(tmp_path / "out")) >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_last_update_that_finds_no_cohort_ends_the_run(tmp_path: Path) -> None:
+    with loopback(tmp_path) as bed:
+        named = [part for number in range(DEVICES) for part in ("--device", f"d{number}")]
+        certs = bed.start("certs", raceme("certs", "--host", "127.0.0.1", "--out", "certs", *named))
+        assert certs.wait() == 0
+        options = ("--certificates", "certs", "--clients-min", "5", "--privacy-updates", "1")
+        method = ("--strategy", "fedbuff", "--fedbuff.k", "4")
+        server = start_server(bed, *options, *NOISE, *method)
+        server.wait_for("Listening on", 240)
+        for number in range(2, DEVICES):
+            start_device(bed, number, late=number == 2)
+        server.wait_for(r"update +1 ", 240)
+        (tmp_path / "go").touch()
+        assert server.wait(240) == 0, server.text()
+    reason = json.loads((tmp_path / "out" / "summary.json").read_text())["reason"]
+    assert "4 clients may contribute no more, and the others wait for cohorts of 4" in reason
