@@ -15,9 +15,11 @@ import math
 import platform
 import random
 import re
+import sqlite3
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
 from functools import partial
@@ -156,11 +158,20 @@ def _compared(folder: Path) -> dict[str, Any]:
     return of
 
 
-def pack(folder: Path) -> str:
+def _accuracy_at(run: Path, seconds: float) -> float | None:
+    """Return a run's accuracy at its last evaluation until a virtual time, if it had one."""
+    asked = "SELECT accuracy FROM evaluations WHERE time <= ? ORDER BY time DESC, event DESC"
+    with closing(sqlite3.connect(run / "run.sqlite")) as connection:
+        found = connection.execute(f"{asked} LIMIT 1", (seconds,)).fetchone()
+    return None if found is None else float(found[0])
+
+
+def pack(folder: Path, times: Sequence[float] = ()) -> str:
     """Return the data file of a comparison: the inverse of :meth:`Experiment.unpack`.
 
     Of a folder with a comparison for each variant of a suite, methods are named
-    ``VARIANT/METHOD``, and the title is that of the first.
+    ``VARIANT/METHOD``, and the title is that of the first. For each of some virtual times rows have
+    the accuracy until then: ``accuracy_at_25``.
 
     Raises
     ------
@@ -192,6 +203,7 @@ def pack(folder: Path) -> str:
                 left_out = {*_ASKED, "target", "versions", "protection", "verdicts", "own_keys"}
                 figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
                 figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
+                figures |= {f"accuracy_at_{at:g}": _accuracy_at(path, at) for at in times}
                 name = f"{prefix}{path.parent.name}"
                 row = {"method": name, "seed": int(seed)}
                 row |= {} if kind == "seed" else {"kind": kind}
@@ -992,6 +1004,23 @@ _ALONE = {
     "own-images": "shifts of their own",
     "dominant": "one dominant class",
 }
+_LIKE_FOR_LIKE = (
+    *("groups-4", "groups-6", "groups-40", "iid", "swap", "rotation", "noise", "dirichlet"),
+    *("dirichlet-01", "churn", "people", "speakers"),
+)
+_TUNED = (
+    *(
+        "panicle",
+        "ifca-async",
+        "flexcfl-async",
+        "csafl",
+        "faacl-async",
+        "casa",
+        "fedbuff",
+        "fedavg",
+    ),
+    *("standalone", "ditto", "fedrep", "fedper", "apfl"),
+)
 _NATURAL = ("people", "writers", "speakers", "batches", "machines", "roles")
 _LARGER = ("characters", "har", "mnist-100-iid", "fashion-100")
 _RIVALS = (
@@ -1006,7 +1035,7 @@ _RIVALS = (
     "fedbuff",
     "casa",
 )
-_FEW_CASES = 10
+_FEW_CASES = 12
 _TIED = 0.2
 """Points below the best that count as being level with it."""
 
@@ -1024,7 +1053,7 @@ def _interval(values: Sequence[float]) -> str:
 def _signed_rank(differences: Sequence[float]) -> float:
     """Return the p of Wilcoxon's signed-rank test, two-sided; zeros are left out.
 
-    Exact of up to ten differences, of more by the normal approximation.
+    Exact of up to twelve differences, of more by the normal approximation.
     """
     rounded = [round(d, 6) for d in differences]  # Equal ones are ties.
     few = len(rounded) <= _FEW_CASES
@@ -1032,11 +1061,22 @@ def _signed_rank(differences: Sequence[float]) -> float:
     return float(wilcoxon([d for d in rounded if d], method=method).pvalue)
 
 
-def _regrets(cases: Mapping[str, Experiment], order: Sequence[str]) -> dict[str, list[float]]:
+def _corrected(values: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number by the method of Holm (1979)."""
+    corrected, largest = [0.0] * len(values), 0.0
+    for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def _regrets(
+    cases: Mapping[str, Experiment], order: Sequence[str], key: str = "accuracy"
+) -> dict[str, list[float]]:
     """Return the points of each method below the best of each case, of the means over seeds."""
     found: dict[str, list[float]] = {method: [] for method in order}
     for of in cases.values():
-        means = {method: 100 * of.mean(method, "accuracy") for method in order}
+        means = {method: 100 * of.mean(_chosen(of, method), key) for method in order}
         for method in order:
             found[method].append(max(means.values()) - means[method])
     return found
@@ -1045,7 +1085,9 @@ def _regrets(cases: Mapping[str, Experiment], order: Sequence[str]) -> dict[str,
 def _of_all_cases(regrets: Mapping[str, list[float]]) -> list[list[str]]:
     """Return the rows below the cases: mean, its interval, p beside the first method, worst."""
     own, *others = regrets.values()
-    beside = (_signed_rank([a - b for a, b in zip(own, other, strict=True)]) for other in others)
+    beside = _corrected(
+        [_signed_rank([a - b for a, b in zip(own, other, strict=True)]) for other in others]
+    )
     near = (100 * statistics.fmean(value <= _TIED for value in of) for of in regrets.values())
     return [
         ["mean", *(f"{statistics.fmean(of):.2f}" for of in regrets.values())],
@@ -1084,6 +1126,47 @@ def panicle_regret(docs: Path) -> Table:
     shares = (100 * statistics.fmean(is_first[method]) for method in order)
     fastest = ["fastest", *(f"{share:.3g}%" for share in shares)]
     return Table(table.heads, [*table.rows, fastest])
+
+
+def _chosen(of: Experiment, method: str) -> str:
+    """Return the name in a data file of a method, of one that was tuned at its chosen point."""
+    known = of.tree["methods"]
+    names = [name for name in known if name.startswith(f"{method}-lr=") and of.runs(name)]
+    return method if method in known else names[0]
+
+
+def _like_for_like(docs: Path, key: str) -> dict[str, list[float]]:
+    cases = {case: Experiment.read(docs, f"like-{case}") for case in _LIKE_FOR_LIKE}
+    return _regrets(cases, _TUNED, key)
+
+
+def panicle_like(docs: Path) -> Table:
+    """Means over the cases of benchmarks/like_for_like.toml, at equal updates and equal time."""
+    cases = [Experiment.read(docs, f"like-{case}") for case in _LIKE_FOR_LIKE]
+    columns = []
+    for key in ("accuracy", "accuracy_at_25"):
+        means = [
+            100 * statistics.fmean(of.mean(_chosen(of, m), key) for of in cases) for m in _TUNED
+        ]
+        p = _of_all_cases(_like_for_like(docs, key))[2][1:]
+        columns += [[f"**{v:.1f}**" if v == max(means) else f"{v:.1f}" for v in means], p]
+    work = [
+        statistics.fmean(
+            of.mean(_chosen(of, method), "device_time")
+            / of.mean(_chosen(of, "standalone"), "device_time")
+            for of in cases
+        )
+        for method in _TUNED
+    ]
+    columns.append([f"{value:.1f}" for value in work])
+    rows = zip((f"`{method}`" for method in _TUNED), *columns, strict=True)
+    heads = ("<method", "20 updates per client", "p", "after 25 s", "p", "computation")
+    return Table(heads, [list(row) for row in rows])
+
+
+def panicle_like_cases(docs: Path, key: str) -> Table:
+    """Points below the best method of each case of benchmarks/like_for_like.toml."""
+    return _regret_table(_like_for_like(docs, key), _LIKE_FOR_LIKE)
 
 
 def panicle_untuned(docs: Path, images: str = "") -> Table:
@@ -1502,6 +1585,9 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "fair": fair,
     "privacy": privacy,
     "sketches": sketches,
+    "panicle-like": panicle_like,
+    "panicle-like-updates": partial(panicle_like_cases, key="accuracy"),
+    "panicle-like-time": partial(panicle_like_cases, key="accuracy_at_25"),
     "panicle-regret": panicle_regret,
     "panicle-natural": panicle_natural,
     "panicle-alone": panicle_alone,
@@ -1585,6 +1671,9 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
     parser.add_argument(
         "--pack", type=Path, metavar="FOLDER", help="write a comparison's data file"
     )
+    parser.add_argument(
+        "--at", type=float, action="append", metavar="SECONDS", help="with the accuracy then"
+    )
     parser.add_argument("--out", type=Path, help="the folder for --unpack, the file for --pack")
     options = parser.parse_args(arguments)
     is_check, problems = options.check, list[str]()
@@ -1592,7 +1681,7 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
         try:
             if options.pack is not None:
                 out = options.out or docs / "results" / f"{options.pack.name}.json"
-                out.write_text(pack(options.pack), encoding="utf-8")
+                out.write_text(pack(options.pack, options.at or ()), encoding="utf-8")
             else:
                 Experiment.read(docs, options.unpack).unpack(options.out or Path(options.unpack))
         except TableError as error:

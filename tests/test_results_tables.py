@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +155,16 @@ def test_variants_of_a_suite_are_written_into_one_data_file(tmp_path: Path) -> N
         entry = {"asynchronous": False, "runs": [{"folder": str(folder.relative_to(out))}]}
         tree = {"title": variant, "seeds": [10], "methods": [entry], "sweeps": {}}
         (out / "compare.json").write_text(json.dumps(tree), encoding="utf-8")
-    assert TABLES["main"](["--pack", str(runs), "--out", str(file)], DOCS) == 0
+        with closing(sqlite3.connect(folder / "run.sqlite")) as run, run:
+            run.execute("CREATE TABLE evaluations (time REAL, event INTEGER, accuracy REAL)")
+            evaluations = [(0.0, 1, 0.1), (4.0, 2, 0.5), (4.0, 3, 0.6), (5.5, 4, 0.9)]
+            run.executemany("INSERT INTO evaluations VALUES (?, ?, ?)", evaluations)
+    times = ["--at", "5", "--at", "5.5"]
+    assert TABLES["main"](["--pack", str(runs), *times, "--out", str(file)], DOCS) == 0
     packed = json.loads(file.read_text(encoding="utf-8"))
     assert packed["title"] == "calm"
+    assert packed["shared"]["figures"]["accuracy_at_5"] == 0.6
+    assert packed["shared"]["figures"]["accuracy_at_5.5"] == 0.9
     assert [row["method"] for row in packed["rows"]] == ["calm/fedavg", "rush/fedavg"]
     experiment = TABLES["Experiment"]("both", packed)
     experiment.unpack(tmp_path / "again")
@@ -175,3 +184,9 @@ def test_the_signed_rank_test_is_exact_without_zeros() -> None:
     assert found == pytest.approx(wilcoxon(differences, method="exact").pvalue)
     # Two of four sums of two equal ranks are as far from zero as theirs.
     assert TABLES["_signed_rank"]([0.5, 0.5]) == 0.5
+
+
+def test_p_values_are_corrected_for_their_number() -> None:
+    # 3 · 0.01, 2 · 0.02 and 1 · 0.03, none below the one before it.
+    assert TABLES["_corrected"]([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    assert TABLES["_corrected"]([0.6, 0.9]) == [1.0, 1.0]
