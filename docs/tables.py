@@ -392,6 +392,56 @@ def casa_fig8_cifar10(docs: Path) -> Table:
     return Table(("method", "accuracy %, paper", "ours", "clusters", "purity"), rows)
 
 
+def casa_fig9a(docs: Path) -> Table:
+    """CASA's figure 9a: the budget of the buffers, on MNIST and on digits."""
+    budgets = {f"m={m}": f"M = {m}" for m in (5, 10, 20, 50, 75, 100)}
+    cells = [
+        cell
+        for name in ("casa-fig9a-mnist", "casa-fig9a-digits")
+        for of in [Experiment.read(docs, name)]
+        for cell in (accuracy(of, 2), whole(of, "clusters"))
+    ]
+    heads = ("<buffer", "MNIST, accuracy %", "clusters", "digits, accuracy %", "clusters")
+    return Table(heads, lines(budgets, *cells))
+
+
+def casa_fig9bc(docs: Path) -> Table:
+    """CASA's figures 9b and 9c: the sparsity of CASA+, on MNIST."""
+    of = Experiment.read(docs, "casa-fig9bc-mnist")
+    names = {f"s0={s}": f"S0 = {s}" for s in ("0", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8")}
+    columns = accuracy(of, 2), _times(of), whole(of, "clusters"), _purity(of)
+    return Table(
+        ("<sparsity", "accuracy %", "0.95 reached at (s)", "clusters", "purity"),
+        lines(names, *columns),
+    )
+
+
+def casa_fig10a(docs: Path) -> Table:
+    """CASA's figure 10a: the weight of an update in CFL-Async, on MNIST."""
+    of = Experiment.read(docs, "casa-fig10a-mnist")
+    names = {f"alpha={alpha}": f"α = {alpha}" for alpha in (0.3, 0.5, 0.7, 0.9)}
+    columns = paper(of, digits=2), accuracy(of, 2), whole(of, "clusters"), _purity(of)
+    heads = ("<weight", "accuracy %, paper (CIFAR-10)", "ours (MNIST)", "clusters", "purity")
+    return Table(heads, lines(names, *columns))
+
+
+def casa_fig10b(docs: Path) -> Table:
+    """CASA's figure 10b: IFCA in rounds and asynchronous, on MNIST."""
+    of = Experiment.read(docs, "casa-fig10b-mnist")
+    names = {
+        f"{method}-k={k}": f"`{method}`, k = {k}"
+        for k in (4, 3)
+        for method in ("ifca", "ifca-async")
+    }
+    unrest: Cell = lambda method: number(100 * of.mean(method, "unrest"), 1)  # noqa: E731
+    columns = paper(of, digits=2), accuracy(of, 2), _times(of), unrest, _purity(of)
+    heads = (
+        *("<method", "accuracy %, paper (CIFAR-10)", "ours (MNIST)", "0.95 reached at (s)"),
+        *("largest fall, points", "purity"),
+    )
+    return Table(heads, lines(names, *columns))
+
+
 def _purity(of: Experiment) -> Cell:
     return lambda method: number(of.mean(method, "purity"), 2)
 
@@ -1451,6 +1501,10 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "casa-table1-mnist-sweeps": casa_sweeps,
     "casa-fig8-mnist": casa_fig8,
     "casa-fig8-cifar10": casa_fig8_cifar10,
+    "casa-fig9a": casa_fig9a,
+    "casa-fig9bc": casa_fig9bc,
+    "casa-fig10a": casa_fig10a,
+    "casa-fig10b": casa_fig10b,
     "casa-table1-mnist-casa-plus": casa_plus,
     "casa-table1-mnist-fedrep": casa_fedrep,
     "casa-table1-uci-har": partial(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from raceme.experiments.compare import RunAll
     from raceme.experiments.results import Comparison
     from raceme.experiments.suites import Suite
-    from raceme.reporting.console import PlainTable
 
 Out = Annotated[
     Path | None,
@@ -44,7 +43,7 @@ Processes = Annotated[int, typer.Option(help="parallel runs (0: one per core)", 
 def run_suites(
     planned: Sequence[tuple[Suite, Path]],
     processes: int,
-    overview: Callable[[Mapping[str, Comparison]], PlainTable | None] | None = None,
+    has_cases: bool = False,
     workers: Value = "",
     out: Path | None = None,
     formats: Sequence[str] = (),
@@ -57,8 +56,8 @@ def run_suites(
         Each with the folder of its results.
     processes : int
         Runs at a time; 0: one per core.
-    overview : Callable, optional
-        Makes a final table of all suites, by folder name.
+    has_cases : bool
+        Whether the suites are cases of one comparison, whose regrets end the output.
     workers : Value
         Key `workers`: a Ray cluster executes the runs, one per CPU; other values apply within runs.
     out : Path, optional
@@ -71,6 +70,7 @@ def run_suites(
     from raceme.core.signals import interrupted_by_signals
     from raceme.experiments.compare import compare as run_suite
     from raceme.experiments.compare import prepare
+    from raceme.experiments.results import regret_overview, regret_table
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     console = Console(highlight=False)
@@ -96,13 +96,12 @@ def run_suites(
         done[plan.out.name] = comparison
         failed |= bool(comparison.unwritten)
         failed |= any(result.errors for result in comparison.results)
-    if overview is not None and (text := overview(done)) is not None:
+    if has_cases and (text := regret_table(done)) is not None:
         console.print()
-        # A narrow terminal would truncate the names of cases.
-        console.print(text.rich(), width=max(console.width, 100), crop=False)
+        console.print(regret_overview(done).rich())
         path = prepared[0].out.parent / "regret.md"
         path.write_text(text.markdown(), encoding="utf-8")
-        console.print(f"\nThe same as a file: {path}", markup=False, soft_wrap=True)
+        console.print(f"\nAll cases: {path}", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
@@ -216,20 +215,18 @@ def compare(
             STRATEGIES.check(method)
 
     from raceme.experiments.compare import checked_formats
-    from raceme.experiments.results import regret_table
     from raceme.experiments.suites import load_suite, of_names, parts, read_sweep, variants
     from raceme.records.folder import dated_folder
 
     check_known("kind of samples to tune on", tune_on, ["validation"])
     written_as, tried = checked_formats(formats), read_sweep(sweep or ())
-    overview: Callable[[Mapping[str, Comparison]], PlainTable | None] | None = None
+    cases: Mapping[str, str] = {}
     if suite is not None and (cases := variants(suite)):
         folder = out or dated_folder(f"compare-{suite.name.removesuffix('.toml')}")
         chosen = [
             (load_suite(case, keys, methods or ()), name)
             for name, case in parts(str(suite), cases, only).items()
         ]
-        overview = regret_table
     elif only:
         raise UserError(
             "--only chooses parts of a suite with variants: give --suite panicle, or a file."
@@ -245,7 +242,7 @@ def compare(
         adapted = adapted.with_budget(budget) if budget else adapted
         planned.append((with_seeds(adapted.with_sweep(tried), seeds), folder / name))
     with watched(watch, folder, watch_address, comparison=True):
-        run_suites(planned, processes, overview, keys.get("workers", ""), folder, written_as)
+        run_suites(planned, processes, bool(cases), keys.get("workers", ""), folder, written_as)
 
 
 # -----------------------------------------------------------------------------

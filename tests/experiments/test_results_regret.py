@@ -2,7 +2,15 @@
 
 import pytest
 
-from raceme.experiments.results import Comparison, Result, Run, regret_table, regrets, slowness
+from raceme.experiments.results import (
+    Comparison,
+    Result,
+    Run,
+    regret_overview,
+    regret_table,
+    regrets,
+    slowness,
+)
 from raceme.experiments.suites import ComparedMethod, Suite, load_suite, shipped
 
 
@@ -37,6 +45,14 @@ def test_the_worst_case_of_each_method_is_in_bold() -> None:
         ("mean", "0.50", "2.50"),
         ("worst", "1.00", "5.00"),
         ("fastest", "0%", "100%"),
+    )
+
+
+def test_the_overview_has_a_row_for_each_method_the_best_first() -> None:
+    cases = {"one": case(a=(0.90, 2.0), b=(0.95, 1.0)), "two": case(a=(0.70, None), b=(0.71, 3.0))}
+    assert regret_overview(cases).rows == (
+        ("b", "0.00", "0.00", "one", "100%"),
+        ("a", "3.00", "5.00", "one", "0%"),
     )
 
 
