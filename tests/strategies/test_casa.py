@@ -16,7 +16,7 @@ from raceme.core.requests import InFlight, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, Plan
 from raceme.strategies.casa.buffers import comparable
-from raceme.strategies.casa.strategy import GAP, SPLITS
+from raceme.strategies.casa.strategy import GAP, SPLITS, CASAState
 
 
 def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> CASA:
@@ -306,6 +306,37 @@ def test_an_only_member_that_is_taken_for_gone_counts_as_one() -> None:
 
 def test_alpha_is_a_share_whatever_alpha0_is() -> None:
     assert casa_with(1, alpha0=5.0).applied([update("c0", (1.0, 0.0))])[0].weight == 1.0
+
+
+def test_a_cluster_without_landmarks_counts_its_online_clients() -> None:
+    strategy = casa_with(4, exact_up_to=1, clustering=False)
+    (landmark,) = strategy.state.clients
+    one, two, three = strategy.state.landmarks.others
+    strategy.clusters.split(0, [[landmark], [one], [two, three]])
+    strategy.restored()
+    # Ω(1) = 0.99997038: α_c = 2 Ω / log2(1 + 3) = Ω, then 2 Ω(2) / log2(2 + 3) = 0.86130.
+    late = Update(task(one, cluster=2, version=0), np.ones(2, np.float32), 10, 0.0)
+    assert strategy.applied([late])[0].weight == pytest.approx(0.99997038)
+    late = Update(task(two, cluster=3, version=0), np.ones(2, np.float32), 10, 0.0)
+    assert strategy.applied([late])[0].weight == pytest.approx(2 * 0.99994076 / math.log2(5))
+    # |C| = 0 counts as 1.
+    strategy.on_leave(one)
+    late = Update(task(one, cluster=2, version=1), np.ones(2, np.float32), 10, 0.0)
+    assert strategy.applied([late])[0].weight == pytest.approx(0.99991114)
+
+
+def test_a_client_that_replaces_a_landmark_is_compared_with_no_other() -> None:
+    state = CASAState(np.zeros(2, np.float32))
+    for client in ("c0", "c1"):
+        state.add(client)
+    state.start[:2], state.alpha[:2] = 7, 0.5
+    state.similarity[:2, :2] = [[1, 0.6], [0.6, 1]]
+    state.computed[:2, :2] = True
+    state.replace(0, "new")
+    assert (state.clients, list(state.landmarks.others)) == (["new", "c1"], ["c0"])
+    assert state.similarity[:2, :2].tolist() == [[1, 0], [0, 1]]
+    assert state.computed[:2, :2].tolist() == [[True, False], [False, True]]
+    assert (state.start[:2].tolist(), state.alpha[:2].tolist()) == ([0, 7], [0, 0.5])
 
 
 def test_the_updates_of_clients_that_are_taken_for_gone_do_not_divide_one_group() -> None:

@@ -64,6 +64,14 @@ def test_affinity_by_hand() -> None:
     assert alike[0, 1] == pytest.approx(math.exp(-0.96 / 2), rel=1e-6)
 
 
+def test_the_width_is_one_if_the_median_distance_is_zero() -> None:
+    # Of ten distances six are 0; rows (1, 1, 1, 1, 0) and (0, 0, 0, 0, 1): 5 / (2 · 1²).
+    weights = affinity_of(np.eye(2, dtype=np.float32)[[0, 0, 0, 0, 1]], np.ones(5), rho=1.0)
+    assert weights[0].tolist() == pytest.approx([1.0] * 4 + [math.exp(-2.5)])
+    # A single client has no distances.
+    assert affinity_of(np.ones((1, 2), np.float32), np.ones(1), rho=1.0).tolist() == [[1.0]]
+
+
 def in_a_window(**options: object) -> CSAFL:
     """Three clients of one group that have all been picked, with 10, 10 and 20 examples."""
     strategy = with_clients(CSAFL(CSAFLParameters(grouping="none", threshold=2, **options)), 3)
@@ -152,6 +160,35 @@ def test_the_direction_of_a_group_is_the_mean_of_unit_updates() -> None:
     round_of(strategy, (10, 0), (0, 1))
     # Not (5, 0.5): a long update counts no more than a short one.
     assert strategy.state.directions[1].tolist() == [0.5, 0.5]
+
+
+def test_clients_are_grouped_and_placed_by_their_change_of_w0() -> None:
+    strategy = CSAFL(CSAFLParameters(groups=2, rho=0.0))
+    strategy._spec = ModelSpec(("weights",), ((2,),), ("float32",))
+    strategy.initialize(np.array([0, 9], np.float32))
+    for index in range(3):
+        strategy.on_join(Client(f"c{index}", num_examples=10))
+    # Changes (1, 0) and (0, 1); pre-trained models are not mixed in.
+    outcomes = round_of(strategy, (1, 9), (0, 10))
+    assert [(one.staleness, one.weight) for one in outcomes] == [(0, 0.0), (0, 0.0)]
+    assert [own.tolist() for own in strategy.state.directions.values()] == [[1, 0], [0, 1]]
+    # The change (2, 1) is nearer to the first group, the model (2, 10) to the second.
+    (applied,) = strategy.applied([update(strategy, "c2", 2, 10)])
+    assert (applied.cluster, applied.staleness) == (strategy.clusters.main("c0"), 0)
+    assert applied.weight == 0.0
+
+
+def test_a_late_client_joins_a_random_group_and_the_others_stay() -> None:
+    strategy = with_clients(RFedAvg(RFedAvg.parameters_type(groups=4)), 4)
+    clients = [Client(f"c{index}", num_examples=10) for index in range(4)]
+    strategy._pick(clients, strategy.rng)
+    before = homes(strategy)
+    assert sorted(before.values()) == sorted(strategy.models)
+    late = Client("late", num_examples=10)
+    strategy.on_join(late)
+    strategy._pick([*clients, late], strategy.rng)
+    assert homes(strategy) == before | {"late": strategy.clusters.main("late")}
+    assert strategy.clusters.is_placed("late")
 
 
 def test_asynchronous_updates_have_no_threshold() -> None:
@@ -252,7 +289,9 @@ def test_the_latency_of_the_grouping_is_the_mean_one() -> None:
         assert latency == pytest.approx(1.6 + 0.06 * index)
         assert abs(arrived - latency) > 0.01
     # A server that does not know its devices measures.
-    assert latency_of(replace(update(strategy, "c0", 1, 1), arrived_at=4.0)) == 4.0
+    answer = update(strategy, "c0", 1, 1)
+    answer = replace(answer, task=replace(answer.task, sent_at=1.5), arrived_at=4.0)
+    assert latency_of(answer) == 2.5
 
 
 def test_random_groups() -> None:
