@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clustered import check_it_can_be_restored, found, homes, run_on, three_groups
+from clustered import check_it_can_be_restored, found, homes, run_on, three_groups, update
 from supported import SAMPLES, SupportBench
 
 from raceme.core.clients import Client
@@ -100,6 +100,39 @@ def test_a_comparison_withdraws_support() -> None:
     made.compare({c: {**dict.fromkeys((3, 4, 5), 9.0), k: 1.0} for c, k in own.items()})
     # The model of 4 has moved on: that of 3 is worse now.
     assert sorted(made.train({})) == [(c, k, "train") for c, k in own.items()]
+
+
+def test_clusters_are_not_compared_twice_without_training_in_between() -> None:
+    made = bench()
+    made.train(INIT)
+    made.train(INIT)
+    far = dict.fromkeys((1, 2, 3), 9.0)
+    made.compare({"c0": {**far, 1: 1.0, 2: 1.0}, "c1": {**far, 1: 1.0, 2: 1.0}, "c2": far})
+    # 1 and 2 are merged; then all clients of the next round fail.
+    for work in made.hand_out():
+        made.end(made.open_task(work))
+    assert {work.kind for work in made.hand_out()} == {"train"}
+
+
+def test_an_offline_client_without_a_model_keeps_the_initial_one() -> None:
+    method = bench(2).method
+    method.on_leave("c1")
+    method.applied([update(method, "c0", 3, 3)])
+    assert homes(method) == {"c0": 1, "c1": 0}
+    # Once all clients have their own, the initial model is removed.
+    method.on_join(Client("c1", 10))
+    method.applied([update(method, "c1", 4, 4)])
+    assert set(method.models) == {1, 2}
+
+
+def test_only_clusters_that_are_compared_keep_their_support() -> None:
+    made = bench()
+    supported = made.method.state.supported
+    for cluster, supporters in {1: [2, 3], 2: [1], 3: [1]}.items():
+        supported.support(cluster, supporters)
+    made.method._compare_all([1, 3])
+    assert supported.listed() == {1: (3,), 3: (1,)}
+    assert [part.clusters for part in supported.partitions] == [[1, 3]]
 
 
 def test_the_merged_model_is_one_of_the_two_and_not_their_mean() -> None:

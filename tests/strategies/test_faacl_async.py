@@ -10,6 +10,7 @@ import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups
 from supported import SPREAD, SupportBench
 
+from raceme.core.clients import Client
 from raceme.core.config import RunConfig
 from raceme.core.messages import LOSSES
 from raceme.core.requests import InFlight, InvalidReplyError, Update
@@ -62,6 +63,7 @@ def test_a_client_measures_what_it_does_not_know_before_it_trains() -> None:
     assert measure(made, "c0", {**FAR, 1: 1.0}) == [1, 2]
     # The next one at once; then it knows all, and trains.
     assert measure(made, "c0", {**FAR, 1: 1.0}) == [1, 3]
+    assert made.method.state.supported.tests == 2
     # Old tests are made again, the oldest first; as long as nothing changes, ever more seldom.
     assert [trainings_before_measuring(made, "c0", FAR) for _ in range(6)] == [1, 2, 4, 8, 8, 8]
     assert trainings_before_measuring(made, "c0", {1: 1.0, 2: 1.0, 3: 1.0}) == 8
@@ -135,6 +137,29 @@ def test_tests_that_both_had_passed_are_of_the_merged_cluster() -> None:
     assert made.method.state.supported.listed() == {3: (4,)}
     # c0 and c1 have tested 3 already, with a model of their own cluster.
     assert made.method.state.passed["c0"] == {3: False}
+
+
+def test_a_test_that_one_of_two_had_passed_is_not_of_the_merged_cluster() -> None:
+    made = bench()
+    measure(made, "c2", {1: 1.0, 2: 9.0, 3: 1.0})
+    measure(made, "c0", {**FAR, 1: 1.0, 2: 1.0})
+    measure(made, "c1", {**FAR, 1: 1.0, 2: 1.0})
+    assert homes(made.method) == {"c0": 4, "c1": 4, "c2": 3}
+    # c2 has accepted model 1 and rejected model 2.
+    assert made.method.state.passed["c2"] == {}
+    assert made.method.state.supported.listed() == {}
+
+
+@pytest.mark.parametrize(("examples", "share"), [((10, 30), 0.25), ((0, 0), 0.5)])
+def test_an_update_counts_at_least_its_share_of_the_samples(
+    examples: tuple[int, int], share: float
+) -> None:
+    made = bench(2, share=0.1)
+    made.method.clusters.assign("c1", 1)
+    names = {f"c{i}": Client(f"c{i}", count) for i, count in enumerate(examples)}
+    made.method.progress.fleet.clients = names
+    # 10 of 40 samples; without any, one of two clients.
+    assert train(made, "c0", 3.0, _task(made, "c0", 1)).weight == share
 
 
 def test_a_client_that_was_merged_while_it_measured_is_asked_again() -> None:

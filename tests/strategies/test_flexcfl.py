@@ -24,7 +24,7 @@ from raceme.core.clusters import Model
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange
-from raceme.core.messages import LABEL_COUNTS
+from raceme.core.messages import LABEL_COUNTS, ModelSpec
 from raceme.core.requests import Answer, InFlight, InvalidReplyError
 from raceme.runs.experiment import simulate
 from raceme.strategies import FedGroup, FedGroupParameters, FlexCFL, FlexCFLAsync, FlexCFLParameters
@@ -89,6 +89,20 @@ def test_cold_starts_by_hand(measure: str) -> None:
     assert strategy.clusters.main("c5") == 2
     strategy.on_join(Client("c6", num_examples=10))
     assert strategy.state.cold == {"c6": True}
+
+
+def test_clients_are_grouped_and_placed_by_their_change_of_w0() -> None:
+    strategy = FlexCFL(FlexCFLParameters(groups=2, detect="none"))
+    strategy._spec = ModelSpec(("weights",), ((2,),), ("float32",))
+    strategy.initialize(np.array([0, 9], np.float32))
+    for index in range(3):
+        strategy.on_join(Client(f"c{index}", num_examples=10))
+    round_of(strategy, (1, 9), (0, 10))
+    assert [own.tolist() for own in strategy.state.directions.values()] == [[1, 0], [0, 1]]
+    # The change (2, 1) is nearer to the first group, the model (2, 10) to the second.
+    (applied,) = strategy.applied([update(strategy, "c2", 2, 10)])
+    assert (applied.cluster, applied.staleness, applied.weight) == (1, 0, 0.0)
+    assert homes(strategy) == {"c0": 1, "c1": 2, "c2": 1}
 
 
 def test_directions_of_groups_stay_those_of_the_group_cold_start() -> None:
