@@ -122,6 +122,15 @@ def test_a_clusters_own_loss_is_measured_once_per_version() -> None:
     assert cdfl.probe.asked[measured:] == [0, 1]
 
 
+def test_a_loss_evaluation_costs_a_third_of_an_epoch_per_model() -> None:
+    cdfl = method()
+    cdfl.progress.fleet.clients = {"c0": Client("c0", 10)}
+    cdfl.train_config["local-epochs"] = 2
+    # Two epochs have six passes: two forward, and two backward of twice the cost.
+    assert cdfl._pass_cost("c0") == pytest.approx(1 / 6)
+    assert cdfl._pass_cost("c0", models=2) == pytest.approx(2 / 6)
+
+
 @pytest.mark.parametrize(("epoch", "is_stale"), [(3, False), (4, True)])
 def test_a_late_upload_changes_no_cluster_and_is_answered(epoch: int, is_stale: bool) -> None:
     cdfl = method(clients=3)  # τ0 is the number of clients, 3.

@@ -27,6 +27,7 @@ def test_the_start_and_two_arrivals_by_hand() -> None:
     # One step along the mean, of the size of three arrivals: a round of federated averaging.
     assert made.models[0].vector.tolist() == [2, 2]
     assert [what.weight for what in applied] == pytest.approx([1 / 3] * 3)
+    assert [what.staleness for what in applied] == [0, 0, 0]
     # Δ = (0, 9) for (3, 0): the mean is (0 + 0 + 3, 9 + 3 + 3) / 3 = (1, 5), a third of which.
     assert step(made, "c0", 2, 11).weight == pytest.approx(1 / 3)
     assert made.models[0].vector == pytest.approx([2 + 1 / 3, 2 + 5 / 3])

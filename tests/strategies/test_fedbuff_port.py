@@ -17,9 +17,10 @@ def test_the_weight_by_hand() -> None:
 def test_three_clients_by_hand() -> None:
     made = with_clients(PORT(PORTParameters(min_clients=2, bound=2, gamma=1, mu=1)), 3)
     one = update(made, "c2", 0, 6, examples=20)
-    step(made, "c0", 2, 0)
+    # Shares of the buffer so far, of weights 10 · (1 + 1) each.
+    assert step(made, "c0", 2, 0).weight == 1.0
     assert made.models[0].version == 0
-    step(made, "c1", 4, 0)
+    assert step(made, "c1", 4, 0).weight == 0.5
     # Both fresh: the plain mean.
     assert made.models[0].vector.tolist() == [3, 0]
     at_version(made, 2)
@@ -27,7 +28,7 @@ def test_three_clients_by_hand() -> None:
     made.applied([one])
     made.close_task(one.task)
     assert made.state.weight == pytest.approx(20)
-    step(made, "c0", 3, 3)
+    assert step(made, "c0", 3, 3).weight == pytest.approx(0.5)
     # And 10 · (1 + 1) of a fresh one: (20 · (0, 6) + 20 · (0, 3)) / 40.
     assert made.models[0].vector.tolist() == [3, 4.5]
 

@@ -60,8 +60,9 @@ def test_groups_that_are_idle_in_a_round_are_mixed_too(
     parameters = FlexCFLParameters(groups=3, detect="none", eta_g=0.5, inter_group=inter_group)
     strategy = with_clients(FlexCFL(parameters), 3)
     round_of(strategy, (2, 0), (0, 2), (-3, 0))
-    # The group of c2 loses its only client: it neither gives nor takes. c1 is not picked.
+    # The group of c2 loses its only client: it neither gives nor takes. c1 is offline.
     strategy.clusters.assign("c2", 1)
+    strategy.on_leave("c1")
     round_of(strategy, (5, 0))
     # (5, 0) + 0.5 · (0, 1) over 1 + 0.5 / 2; (0, 2) + 0.5 · (1, 0) over 1 + 0.5 / 5.
     assert strategy.models[1].vector.tolist() == pytest.approx(mixed)
@@ -95,14 +96,16 @@ def test_clients_are_grouped_and_placed_by_their_change_of_w0() -> None:
     strategy = FlexCFL(FlexCFLParameters(groups=2, detect="none"))
     strategy._spec = ModelSpec(("weights",), ((2,),), ("float32",))
     strategy.initialize(np.array([0, 9], np.float32))
-    for index in range(3):
+    for index in range(5):
         strategy.on_join(Client(f"c{index}", num_examples=10))
-    round_of(strategy, (1, 9), (0, 10))
-    assert [own.tolist() for own in strategy.state.directions.values()] == [[1, 0], [0, 1]]
+    # Changes (3, 0), (0, 1), (1, 0) and (0, 3); the models have nearly the same direction.
+    round_of(strategy, (3, 9), (0, 10), (1, 9), (0, 12))
+    assert homes(strategy) == {"c0": 1, "c1": 2, "c2": 1, "c3": 2, "c4": None}
+    assert [own.tolist() for own in strategy.state.directions.values()] == [[2, 0], [0, 2]]
     # The change (2, 1) is nearer to the first group, the model (2, 10) to the second.
-    (applied,) = strategy.applied([update(strategy, "c2", 2, 10)])
+    (applied,) = strategy.applied([update(strategy, "c4", 2, 10)])
     assert (applied.cluster, applied.staleness, applied.weight) == (1, 0, 0.0)
-    assert homes(strategy) == {"c0": 1, "c1": 2, "c2": 1}
+    assert homes(strategy)["c4"] == 1
 
 
 def test_directions_of_groups_stay_those_of_the_group_cold_start() -> None:
@@ -136,6 +139,29 @@ def test_the_choices_of_the_papers_text() -> None:
     assert RunConfig.from_mapping(config.to_mapping()) == config
 
 
+@pytest.mark.parametrize(("measure", "count"), [("edc", 6), ("random-clients", 2)])
+def test_the_number_of_clients_that_make_the_groups(measure: str, count: int) -> None:
+    parameters = FlexCFLParameters(groups=2, pretrain=3, measure=measure)
+    strategy = with_clients(FlexCFL(parameters), 8)
+    clients = [Client(f"c{index}", 10) for index in range(8)]
+    # α m clients; of RCC, each of which is a group, m.
+    assert len(strategy._participants(clients, strategy.rng)) == count
+
+
+def test_clients_whose_data_have_changed_take_part_besides_the_selected_ones() -> None:
+    strategy = with_groups(fraction=0.5)
+    clients = [Client(f"c{index}", 10) for index in range(4)]
+
+    def participants() -> list[str]:
+        return sorted(c.client_id for c in strategy._participants(clients, strategy.rng))
+
+    assert participants() == sorted(strategy.state.picked)
+    assert len(strategy.state.picked) == 2
+    strategy.state.cold = {client.client_id: True for client in clients}
+    assert participants() == ["c0", "c1", "c2", "c3"]
+    assert len(strategy.state.picked) == 2
+
+
 @pytest.mark.parametrize(("distance", "is_cold"), [("counts", True), ("wasserstein", False)])
 def test_an_exchange_of_labels_with_equal_counts_by_distance(distance: str, is_cold: bool) -> None:
     strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, distance=distance)), 4)
@@ -157,8 +183,8 @@ def counts_of(
     return Answer(task, examples, metrics, numbers)
 
 
-def with_groups() -> FlexCFL:
-    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2)), 4)
+def with_groups(**options: float) -> FlexCFL:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, **options)), 4)
     strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(4)}
     for index in range(4):
         strategy.on_answer(counts_of(strategy, f"c{index}", [10, 0] if index % 2 else [0, 10]))
@@ -281,7 +307,7 @@ def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
     strategy.clusters.assign("c0", 2)
     models = {k: model.vector.tolist() for k, model in strategy.models.items()}
     (applied,) = strategy.applied([late])
-    assert applied.weight == 0.0
+    assert (applied.cluster, applied.staleness, applied.weight) == (2, 0, 0.0)
     assert {k: model.vector.tolist() for k, model in strategy.models.items()} == models
 
 

@@ -7,6 +7,7 @@ import pytest
 from clustered import (
     CENTRES,
     GROUPS,
+    at_version,
     check_it_can_be_restored,
     found,
     homes,
@@ -273,6 +274,42 @@ def test_members_weigh_by_their_examples() -> None:
             assert applied.weight == pytest.approx(0.5 * 2 / np.log2(5) / 1.05)
     assert applied.weight == pytest.approx(0.5 * 0.5)
     assert strategy.models[0].vector.tolist() == pytest.approx([0.75, 0.25], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shares", "target"),
+    [
+        # λ = 1 / 2 and β = 0.5: (6, 0) + 0.5 (2, 0) − 0.5 (3, −3).
+        (2.0, [5.5, 1.5]),
+        # λ is at most 1.
+        (0.5, [4.0, 3.0]),
+        # λ = 1 / 30, and β = 7.5 / 30.
+        (30.0, [6.4, 0.1]),
+    ],
+)
+def test_the_target_of_an_update_by_hand(shares: float, target: list[float]) -> None:
+    strategy = fleet(2, clustering=False, forward=0.5)
+    one = strategy.received(update(strategy, "c0", 6, 0))
+    strategy.models[0].replace(np.array([2, 0], np.float32))
+    # Without a former model of c0 only w − w₀ = (2, 0) counts.
+    assert strategy._target(one, 0, shares=2.0).tolist() == [7, 0]
+    for client, examples, model in (("c0", 10, (4, 0)), ("c1", 30, (0, 4))):
+        strategy.state.latest[client] = np.array(model, np.float32)
+        strategy.state.examples[client] = examples
+        strategy._count(client, 0)
+    # z̄ = (10 (4, 0) + 30 (0, 4)) / 40 = (1, 3), and z' − z̄ = (3, −3).
+    assert strategy._target(one, 0, shares).tolist() == pytest.approx(target)
+
+
+@pytest.mark.parametrize(("staleness", "weight"), [(1, 1.0), (2, 0.5), (4, 0.25)])
+def test_a_staleness_beyond_the_number_of_members_is_damped(staleness: int, weight: float) -> None:
+    strategy = fleet(1, clustering=False, forward=0.0)
+    late = update(strategy, "c0", 8, 0)
+    at_version(strategy, staleness)
+    # The share of an only member is 1; it is multiplied by 1 / τ.
+    (applied,) = strategy.applied([late])
+    assert (applied.staleness, applied.weight) == (staleness, weight)
+    assert strategy.models[0].vector.tolist() == [8 * weight, 0]
 
 
 def test_running_statistics_are_mixed_and_never_extrapolated() -> None:

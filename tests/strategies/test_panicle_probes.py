@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from raceme.core.messages import BATCH_SIZE, HALF, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
 from raceme.core.sketches import Sketcher
 from raceme.core.state import from_tree, to_tree
-from raceme.strategies.panicle.probes import Probes, settings_of_probe
+from raceme.strategies.panicle.probes import Probes, landmarks, settings_of_probe
 
 
 def of(**directions: list[tuple[float, float]]) -> Probes:
@@ -76,6 +76,33 @@ def test_what_a_client_did_before_tells_whether_its_data_have_changed() -> None:
     probes.forget("a")
     assert probes.count("a") == 0
     assert probes.reliability("a") == 0.0
+    # Nothing is left of the former directions.
+    for _ in range(2):
+        probes.add("a", np.array([0, 1], np.float32))
+    assert probes.likeness("a", np.array([0, 1], np.float32)) == pytest.approx(1.0)
+
+
+def test_likeness_is_relative_to_the_clients_reliability() -> None:
+    direction = np.array([1, 0], np.float32)
+    # r = 0.6: the sum (1.6, 0.8) has a cosine of 1.6 / √3.2, over 0.6 / √0.8.
+    probes = of(a=[(1, 0), (0.6, 0.8)])
+    assert probes.likeness("a", direction) == pytest.approx(4 / 3)
+    # r = 0 counts as 0.1: 1 / √2, over 0.1 / √0.55.
+    probes = of(a=[(1, 0), (0, 1)])
+    assert probes.likeness("a", direction) == pytest.approx((0.55 / 2) ** 0.5 / 0.1)
+    # Opposite halves have no mean direction, which any direction is like.
+    assert of(a=[(1, 0), (-1, 0)]).likeness("a", direction) == 1.0
+
+
+@pytest.mark.parametrize(("reliability", "is_clear"), [(0.1, True), (0.099, False)])
+def test_clients_are_clear_from_the_least_reliability_on(
+    reliability: float, is_clear: bool
+) -> None:
+    probes = of(a=[(1, 0), (1, 0)], b=[(1, 0)])
+    probes.selves[:] = reliability
+    # b has one half only.
+    assert [probes.is_clear(client) for client in "ab"] == [is_clear, False]
+    assert probes.clear() == ["a"] * is_clear
 
 
 def test_directions_of_zero_say_nothing() -> None:
@@ -126,6 +153,15 @@ def test_a_sketch_keeps_cosines_nearly() -> None:
     assert cosine == pytest.approx(0.707, abs=0.1)
     assert len(sketcher.direction(one)) == 1024
     assert len(sketcher.direction(one[:2048])) == 2048
+
+
+def test_landmarks_are_of_every_cluster() -> None:
+    now, rng = np.repeat([4, 7], [990, 10]), np.random.default_rng(0)
+    rows = landmarks(now, rng)
+    # 500 of all clients, and eight of each cluster, which may be among them.
+    assert 500 <= len(rows) == len(set(rows.tolist())) <= 516
+    assert np.count_nonzero(now[rows] == 7) >= 8
+    assert landmarks(now[:500], rng).tolist() == list(range(500))
 
 
 def test_a_probe_is_at_most_an_ordinary_task() -> None:

@@ -113,6 +113,22 @@ def test_as_many_groups_as_there_are_are_found() -> None:
     assert found.labels.tolist() == np.repeat(np.arange(20), 3).tolist()
 
 
+@pytest.mark.parametrize(("size", "groups", "score"), [(2, 12, 0.8282), (3, 13, 0.8962)])
+def test_more_than_twelve_groups_need_three_clients_each(
+    size: int, groups: int, score: float
+) -> None:
+    """13 groups, two of which are 0.8 apart, all others 1.0.
+
+    As 13 groups of three, 0.7 / 0.8 in these two: (33 · 0.9 + 6 · 0.875) / 39. As 12 groups, of
+    pairs: (0.1 + 0.8 + 0.8) / 3 = 0.567 in the two, (22 · 0.9 + 4 · 0.433) / 26.
+    """
+    distances = grouped([size] * 13, within=0.1, between=1.0)
+    distances[:size, size : 2 * size] = distances[size : 2 * size, :size] = 0.8
+    found = best(distances)
+    assert int(found.labels.max()) + 1 == groups
+    assert found.score == pytest.approx(score, abs=1e-4)
+
+
 def test_groups_that_only_one_estimate_has_are_chance() -> None:
     one, other = grouped([5, 5], within=0.1, between=1.0), np.full((10, 10), 0.5)
     np.fill_diagonal(other, 0.0)
