@@ -101,6 +101,17 @@ def test_a_newcomer_joins_by_its_first_probe() -> None:
     assert homes(strategy)["c6"] == homes(strategy)["c3"]
 
 
+def test_landmarks_are_online_clear_and_other_clients() -> None:
+    strategy = two_groups()
+    strategy.on_join(Client("c6", 10))
+    strategy.state.landmarks = [f"c{i}" for i in range(7)]
+    # c1 is to be probed again, c4 is offline, and c6 has not been probed.
+    strategy._watch("c1").is_called = True
+    strategy.on_leave("c4")
+    east, north = (strategy.clusters.main(client) for client in ("c0", "c3"))
+    assert strategy._landmarks_beside("c0") == {east: ["c2"], north: ["c3", "c5"]}
+
+
 def test_newcomers_of_an_unknown_group_found_a_cluster() -> None:
     strategy = two_groups()
     for client in ("c6", "c7"):
@@ -297,6 +308,7 @@ def test_the_target_of_an_update_by_hand(shares: float, target: list[float]) -> 
         strategy.state.latest[client] = np.array(model, np.float32)
         strategy.state.examples[client] = examples
         strategy._count(client, 0)
+    assert strategy._learned(0).counted == 2
     # z̄ = (10 (4, 0) + 30 (0, 4)) / 40 = (1, 3), and z' − z̄ = (3, −3).
     assert strategy._target(one, 0, shares).tolist() == pytest.approx(target)
 

@@ -1,7 +1,7 @@
 """Panicle's drift detector: sudden updates of one client, and of many."""
 
 import pytest
-from probing import fleet
+from probing import fleet, probe
 
 from raceme.strategies import Panicle
 
@@ -14,6 +14,17 @@ def test_an_update_is_sudden_beyond_twice_its_clients_usual_ones() -> None:
     assert strategy.state.watches["c0"].length == pytest.approx(1.3)
     assert strategy._is_sudden("c0", 2.61)
     assert not fleet(1, drift=False)._is_sudden("c0", 2.61)
+
+
+@pytest.mark.parametrize(("north", "probes"), [(1.73, 3), (3**0.5, 3), (1.74, 1)])
+def test_data_have_changed_below_a_likeness_of_a_half(north: float, probes: int) -> None:
+    strategy = fleet(1)
+    for _ in range(2):
+        probe(strategy, "c0", 4.0, 0.0)
+    strategy._watch("c0").is_called = True
+    # The cosine of (1, √3) with (1, 0) is 1 / 2; below it the former probes are discarded.
+    probe(strategy, "c0", 1.0, north)
+    assert strategy.state.probes.count("c0") == probes
 
 
 def startled(clients: int, *when: int) -> Panicle:

@@ -108,6 +108,14 @@ def test_groups_within_groups_need_the_level_too() -> None:
     assert merged.labels.tolist() == found.labels.tolist()
 
 
+def test_two_clients_may_be_two_groups() -> None:
+    # 0.3 from their own group: (1 − 0.3) / 1.
+    found = better(apart(1.0, (1, 1)), np.zeros(2, np.int64))
+    assert found is not None
+    assert found.labels.tolist() == [0, 1]
+    assert found.score == pytest.approx(0.7)
+
+
 @pytest.mark.parametrize("clients", [0, 1])
 def test_nothing_is_said_of_less_than_two_clients(clients: int) -> None:
     empty = np.zeros((clients, clients))
