@@ -6,7 +6,7 @@ import numpy as np
 from clustered import homes, with_clients
 
 from raceme.core.clients import Client
-from raceme.core.requests import InFlight, Update
+from raceme.core.requests import InFlight, Outcome, Update
 from raceme.strategies import Panicle, PanicleParameters
 
 EAST, NORTH, WEST = (4.0, 0.2), (0.2, 4.0), (-4.0, 0.1)
@@ -20,15 +20,16 @@ def fleet(count: int, **options: object) -> Panicle:
     return strategy
 
 
-def probe(strategy: Panicle, client: str, *values: float, examples: int = 10) -> None:
+def probe(strategy: Panicle, client: str, *values: float, examples: int = 10) -> Outcome:
     """Let a client answer a probe with a model."""
     cluster = strategy.clusters.main(client)
     version, updates = strategy.models[cluster].version, strategy.progress.updates
     task = InFlight(0, client, cluster, version, updates, 0.0, 0, phase="probe")
     strategy.open_task(task)
-    strategy.applied([Update(task, np.array(values, np.float32), examples, 0.0)])
+    (applied,) = strategy.applied([Update(task, np.array(values, np.float32), examples, 0.0)])
     strategy.close_task(task)
     strategy.progress.updates += 1
+    return applied
 
 
 def probed(directions: dict[str, tuple[float, float]], **options: object) -> Panicle:

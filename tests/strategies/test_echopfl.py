@@ -41,7 +41,7 @@ def test_a_client_founds_a_cluster_joins_it_and_the_empty_one_goes() -> None:
     assert set(method.models) == {1}
 
 
-@pytest.mark.parametrize(("echo", "broadcasts"), [(0.4, 1), (0.6, 0)])
+@pytest.mark.parametrize(("echo", "broadcasts"), [(0.4, 1), (0.5, 0), (0.6, 0)])
 def test_a_broadcast_moves_a_client_at_work(echo: float, broadcasts: int) -> None:
     method = half(echo=echo)
     # c1 begins at (0, 0). c0's update (1, 0) moves the model to (0.5, 0): half of its length.
@@ -64,6 +64,58 @@ def test_a_broadcast_is_due_by_the_length_of_mean_updates(echo: float, broadcast
     # by (0.5, 0.5), of length 0.71.
     step(method, "c0", 0.5, 1.0)
     assert method.state.broadcasts == broadcasts
+
+
+def test_a_broadcast_adds_the_change_since_the_client_began() -> None:
+    method = half(echo=0.8)
+    step(method, "c0", 2.0, 0.0)
+    # No client is at work: the last broadcast is that of the start.
+    assert method.state.echoes[0].version == 0
+    late = update(method, "c1", 1.0, 1.0, number=7)
+    # c0's mean is (2, 0) + 0.3 (−1, 0) = (1.7, 0); the model has moved to (1.5, 0) since the start.
+    step(method, "c0", 2.0, 0.0)
+    assert (method.state.broadcasts, method.state.working) == (1, {"c1": 2})
+    # c1 has begun at (1, 0): (1, 1) + (0.5, 0), half of which is mixed in, fresh.
+    outcome = method.applied([late])[0]
+    assert (outcome.staleness, outcome.weight) == (0, 0.5)
+    assert method.models[0].vector.tolist() == [1.5, 0.5]
+    # Since then it moves to (1.6, 0.5), by 0.51, less than 0.8 of the mean length of (1.25, 0) and
+    # (0, 1).
+    update(method, "c1", 1.5, 1.5)
+    step(method, "c0", 1.7, 0.5)
+    assert method.state.broadcasts == 1
+
+
+def test_a_cluster_of_offline_clients_stays() -> None:
+    method = half(echo=99.0)
+    first, second = method.clusters.split(0, [["c0", "c1"], ["c2"]])
+    step(method, "c2", 1.0, 0.0)
+    method.on_leave("c1")
+    step(method, "c0", 1.0, 0.0)
+    assert homes(method) == {"c0": second, "c1": first, "c2": second}
+    assert set(method.models) == {first, second}
+
+
+def test_without_a_client_at_work_there_is_no_broadcast() -> None:
+    method = half(echo=0.0)
+    step(method, "c0", 1.0, 0.0)
+    assert (method.state.broadcasts, method.state.echoes[0].version) == (0, 0)
+
+
+def test_a_broadcast_is_to_the_clients_of_its_cluster() -> None:
+    method = half(echo=0.0)
+    _, second = method.clusters.split(0, [["c0", "c1"], ["c2"]])
+    one, two = update(method, "c1", 0.0, 1.0), update(method, "c2", 0.0, 1.0)
+    for count in (1, 2):
+        step(method, "c0", count, 0.0)
+        assert method.state.broadcasts == count
+        assert method.state.working == {"c1": count, "c2": 0}
+    assert method.state.echoes[second].version == 0
+    # Their work ends without an update.
+    method.close_task(one.task)
+    assert method.state.working == {"c2": 0}
+    method.close_task(two.task)
+    assert method.state.working == {}
 
 
 def test_groups_on_a_grid() -> None:

@@ -81,7 +81,8 @@ def test_a_client_is_probed_twice_and_then_trains() -> None:
     strategy = fleet(1)
     for _ in range(2):
         assert strategy.request_for("c0").phase == "probe"
-        probe(strategy, "c0", *EAST)
+        applied = probe(strategy, "c0", *EAST)
+        assert (applied.cluster, applied.staleness, applied.weight) == (0, 0, 0.0)
     assert strategy.request_for("c0").phase == ""
 
 
@@ -99,6 +100,19 @@ def test_a_newcomer_joins_by_its_first_probe() -> None:
     assert homes(strategy)["c6"] is None
     probe(strategy, "c6", *NORTH)
     assert homes(strategy)["c6"] == homes(strategy)["c3"]
+
+
+def test_the_similarity_of_clients_is_the_cosine_of_their_directions() -> None:
+    strategy = two_groups()
+    strategy.on_join(Client("c6", 10))
+    probe(strategy, "c6", *EAST)
+    clients, similarity = strategy.state.likeness()
+    assert clients == [f"c{i}" for i in range(7)]
+    # (4 · 0.2 + 0.2 · 4) / 16.04.
+    assert similarity[0, :6] == pytest.approx([1.0] * 3 + [1.6 / 16.04] * 3, abs=1e-6)
+    # c6 has one half only.
+    assert np.isnan(similarity[6]).all()
+    assert np.isnan(similarity[:, 6]).all()
 
 
 def test_landmarks_are_online_clear_and_other_clients() -> None:
@@ -311,6 +325,21 @@ def test_the_target_of_an_update_by_hand(shares: float, target: list[float]) -> 
     assert strategy._learned(0).counted == 2
     # z̄ = (10 (4, 0) + 30 (0, 4)) / 40 = (1, 3), and z' − z̄ = (3, −3).
     assert strategy._target(one, 0, shares).tolist() == pytest.approx(target)
+
+
+def test_a_share_is_multiplied_by_a_members_relative_examples() -> None:
+    strategy = fleet(2, clustering=False)
+    few, many = (update(strategy, "c0", 1, 0, examples=count) for count in (10, 30))
+    # There is no mean yet.
+    assert strategy._by_examples(0.8, few, 0) == 0.8
+    for client, examples in (("c0", 10), ("c1", 30)):
+        strategy.state.latest[client] = np.ones(2, np.float32)
+        strategy.state.examples[client] = examples
+        strategy._count(client, 0)
+    # The mean is 20: half of the share, and 1.5 times as much, at most 1.
+    assert strategy._by_examples(0.8, few, 0) == pytest.approx(0.4)
+    assert strategy._by_examples(0.6, many, 0) == pytest.approx(0.9)
+    assert strategy._by_examples(0.8, many, 0) == 1.0
 
 
 @pytest.mark.parametrize(("staleness", "weight"), [(1, 1.0), (2, 0.5), (4, 0.25)])

@@ -64,6 +64,20 @@ def test_a_client_whose_first_probes_fail_is_asked_again_once_it_has_trained(cli
     assert found(strategy) == [clients // 3] * 3
 
 
+@pytest.mark.parametrize(("asked", "left"), [(1, 1), (2, 2), (3, 2)])
+def test_a_client_that_answers_again_is_probed_once_more(asked: int, left: int) -> None:
+    strategy = fleet(2)
+    for client in ("c0", "c1"):
+        strategy._watch(client).asked = asked
+    probes = strategy.state.probes
+    for _ in range(2):
+        probes.add("c1", np.array([1, 0], np.float32))
+    for client in ("c0", "c1"):
+        strategy._probe_again(client)
+    # After three probes without an answer a client trains; c1 needs no probe anyway.
+    assert [strategy._watch(client).asked for client in ("c0", "c1")] == [left, asked]
+
+
 def test_a_small_fleet_does_not_wait_for_a_client_that_answers_no_probe() -> None:
     strategy, phases = with_failures(6, math.inf, 24)
     assert phases == []

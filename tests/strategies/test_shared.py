@@ -1,4 +1,4 @@
-"""Parts of methods of several families: the number and the first models of clusters."""
+"""Parts of methods of several families: the first models of clusters, and their continuation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fleets import MODEL
 
+from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import ModelSpec
 from raceme.strategies import (
     CDFL,
@@ -23,7 +24,7 @@ from raceme.strategies import (
     FlexCFLAsync,
     IFCAAsync,
 )
-from raceme.strategies.shared import redrawn
+from raceme.strategies.shared import kept_homes, redrawn, regroup
 
 NORMALIZED = ModelSpec(("weight", "running_var"), ((3,), (1,)), ("float32", "float32"))
 
@@ -84,3 +85,23 @@ def test_k_of_cdfl_is_that_of_proxy_sets(caplog: pytest.LogCaptureFixture) -> No
     made.initialize(np.zeros(2, np.float32))
     assert len(made.models) == 5
     assert caplog.messages == ["CDFL takes K = 5 (proxy sets)."]
+
+
+def test_most_clients_keep_their_cluster() -> None:
+    clients = ["c0", "c1", "c2", "c3", "c4", "c5"]
+    homes = {"c0": 5, "c1": 7, "c2": 7, "c3": 7, "c4": 5}
+    # Common clients of 0 with 5 and 7: 1 and 1; of 1: 1 and 2. 1 + 2 stay, not 1 + 1; c5 is new.
+    kept = kept_homes(clients, np.array([0, 0, 1, 1, 1, 2]), homes)
+    assert kept == {0: 5, 1: 7}
+
+
+def test_a_cluster_of_an_offline_client_is_kept() -> None:
+    clusters = Clusters({0: Model(np.zeros(2, np.float32))})
+    for client in ("c0", "c1", "away"):
+        clusters.join(client)
+    first, _, third = clusters.split(0, [["c0"], ["c1"], ["away"]])
+    clusters.leave("away")
+    regroup(clusters, ["c0", "c1"], np.array([0, 0]))
+    # c1 joins c0; its own cluster is empty.
+    assert clusters.main("c0") == clusters.main("c1") == first
+    assert list(clusters.models) == [first, third]

@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
+from raceme.strategies import shared
 from raceme.strategies.shared import (
     affinity,
     laplacian,
@@ -84,6 +85,8 @@ def test_split_on_both_sides_of_the_threshold() -> None:
     assert should_split(0.3431, gap=0.0008, gamma=0.15)
     assert not should_split(0.3432, gap=0.0008, gamma=0.15)
     assert not should_split(0.3, gap=-1e-9, gamma=0.15)
+    # √0.25 = 0.5 is not below itself.
+    assert not should_split(0.5, gap=0.25, gamma=0.5)
 
 
 def test_partition_finds_the_blocks_and_numbers_them_in_order() -> None:
@@ -146,3 +149,16 @@ def test_clients_that_are_all_alike_have_no_gap_and_take_no_time() -> None:
     gap = largest_gap(weights)
     assert gap is not None
     assert abs(gap.size) < 1e-8
+
+
+def test_all_eigenvalues_are_computed_if_lanczos_does_not_converge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matrix = noisy([160, 160], across=0.97, seed=0)
+    expected = largest_gap(matrix)
+    monkeypatch.setattr(shared, "_RESTARTS", 1)
+    found = largest_gap(matrix)
+    assert expected is not None
+    assert found is not None
+    assert found.parts == expected.parts == 2
+    assert found.size == pytest.approx(expected.size)
