@@ -126,6 +126,19 @@ def test_landmarks_are_online_clear_and_other_clients() -> None:
     assert strategy._landmarks_beside("c0") == {east: ["c2"], north: ["c3", "c5"]}
 
 
+def test_landmarks_are_drawn_again_if_a_cluster_has_none_online() -> None:
+    strategy = two_groups()
+    strategy.on_join(Client("c6", 10))
+    for _ in range(2):
+        probe(strategy, "c6", *EAST)
+    strategy.state.landmarks = [f"c{i}" for i in range(6)]
+    east, north = (strategy.clusters.main(client) for client in ("c0", "c3"))
+    for client in ("c0", "c1", "c2"):
+        strategy.on_leave(client)
+    assert strategy._landmarks_beside("c3") == {east: ["c6"], north: ["c4", "c5"]}
+    assert strategy.state.landmarks == ["c3", "c4", "c5", "c6"]
+
+
 def test_newcomers_of_an_unknown_group_found_a_cluster() -> None:
     strategy = two_groups()
     for client in ("c6", "c7"):
