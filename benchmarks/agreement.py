@@ -1,12 +1,12 @@
-"""What comparing some clients instead of all changes: CASA and its seats on the same updates.
+"""Compare CASA with landmarks to CASA that compares all clients, on the same updates.
 
     python3 benchmarks/agreement.py --clients 1000 --seats 200,500
 
-Synthetic updates, no training: each client goes 0.3 of the way from the model that it was sent to
-its group's optimum, with noise, at a speed of its own. Each case is run once with all clients
-compared (`exact-up-to` 0) and once for each number of seats; printed are the clusters, the adjusted
-Rand index against comparing all and against the true groups, and the updates at which clusters were
-split.
+Updates are synthetic, without training: each client moves 0.3 of the way from the received model to
+its group's optimum, with noise, and has its own speed. Each case is run once with all clients
+compared (`exact-up-to` 0) and once for each number of landmarks (`--seats`). The table lists the
+clusters, the adjusted Rand index relative to comparing all clients and to the true groups, and the
+updates at which clusters were split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WEIGHTS = 2000
 
 @dataclass(frozen=True)
 class Case:
-    """How different groups are, and how noisy updates; both per weight."""
+    """How much groups differ, and how noisy updates are; both per weight."""
 
     groups: int
     signal: float
@@ -46,7 +46,7 @@ CASES = (Case(4, 0.1, 0.02), Case(8, 0.1, 0.02), Case(4, 0.1, 0.1), Case(4, 0.3,
 
 @dataclass
 class Played:
-    """What came out: cluster and true group of each client, splits, milliseconds per update."""
+    """The result: cluster and true group of each client, splits, milliseconds per update."""
 
     labels: list[int]
     groups: list[int]

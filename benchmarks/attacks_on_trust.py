@@ -1,4 +1,4 @@
-"""Attacks that are tuned to ``protection=trust``: they keep within its bounds, or look honest.
+"""Attacks tuned to ``protection=trust``: they stay within its bounds, or look honest.
 
 From the root of the repository::
 
@@ -39,7 +39,7 @@ def one_to_four(clients: int, seed: int) -> list[Device]:
 
 
 class HiddenPush(Collude):
-    """Attackers push in one direction, each with noise of its own: no two updates are equal."""
+    """Attackers push in one direction, each with its own noise, so that all updates differ."""
 
     def against(
         self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
@@ -55,13 +55,13 @@ class HiddenPush(Collude):
 
 
 class HiddenAnti(HiddenPush):
-    """Attackers push against honest updates, as far as the defence lets pass.
+    """Attackers push against honest updates, as far as the defence permits.
 
-    The cosine with the mean is just above that at which an update is contradicted.
+    The cosine with the mean is just above the one at which an update counts as contradicted.
     """
 
     def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
-        """Return the common direction, turned against the mean of honest ones."""
+        """Return the common direction, turned against the mean of the honest updates."""
         mean = _unit(honest.mean(axis=0))
         aside = _unit(push - np.float32(push @ mean) * mean)
         return np.asarray(np.float32(0.93) * aside - np.float32(0.37) * mean)
@@ -70,11 +70,11 @@ class HiddenAnti(HiddenPush):
 class HiddenGain(HiddenPush):
     """Attackers help an honest client of their group, and push against all others.
 
-    With samples on the server the defence asks for a gain on one of its sets.
+    With samples on the server, the defence requires a gain on one of the server's sets.
     """
 
     def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
-        """Return the mates' direction, minus the part of the mean of all that is across it."""
+        """Return the mates' direction, minus the part of the mean that is orthogonal to it."""
         own, mean = _unit(honest[0]), honest.mean(axis=0)
         return _unit(own - _unit(mean - np.float32(mean @ own) * own))
 
@@ -92,10 +92,10 @@ class Rush(HiddenPush):
 
 
 class Sybils(Rush):
-    """Four attackers at a time, each of which leaves before its third update."""
+    """Attackers join four at a time, and each leaves before its third update."""
 
     def device(self, own: Device, number: int) -> Device:
-        """Return the device with the next of consecutive periods for each four attackers."""
+        """Return the device, with consecutive periods for each group of four attackers."""
         own, stay = super().device(own, number), _VISIT * self.options.attackers_seconds
         begin = number // _AT_A_TIME * stay
         return replace(own, online=((begin, begin + stay),))
@@ -114,7 +114,7 @@ class Boil(LabelFlip):
 
 
 class Wedge(HiddenPush):
-    """Attackers send the mean of all honest updates: they stand between groups."""
+    """Attackers send the mean of all honest updates, to appear between two groups."""
 
     def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
         """Return the mean direction."""
@@ -122,16 +122,16 @@ class Wedge(HiddenPush):
 
 
 class Split(HiddenPush):
-    """Attackers stretch a difference among honest clients, so that CASA divides a group.
+    """Attackers amplify a difference among honest clients, so that CASA splits a group.
 
-    Each sends the mean of the half of the honest clients that leans to one side, or to the other,
-    minus the mean of the other half: two sets of updates that oppose each other.
+    The honest clients are halved by their side of a direction. Each attacker sends the mean of one
+    half minus the mean of the other: two sets of updates that oppose each other.
     """
 
     def against(
         self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
     ) -> Vector:
-        """Return the difference of the halves, to a side that is drawn, at 1.95 median lengths."""
+        """Return the difference of the halves, with a random sign, at 1.95 median lengths."""
         leaning = np.argsort(honest @ push)
         half = len(leaning) // 2
         apart = honest[leaning[half:]].mean(axis=0) - honest[leaning[:half]].mean(axis=0)
@@ -141,7 +141,7 @@ class Split(HiddenPush):
 
 
 class Pulse(SignFlip):
-    """Attackers flip the sign of every third update, to keep the record of an honest client."""
+    """Attackers flip the sign of every third update only, to keep a good reputation."""
 
     def is_due(self, request: int, config: RunConfig) -> bool:
         """Return whether about two updates for each client have passed since the last time."""
@@ -150,16 +150,16 @@ class Pulse(SignFlip):
 
 
 class FalseGroup(LabelFlip):
-    """Attackers train as clients of one group, on flipped labels: a group with data of its own."""
+    """Attackers train on the samples of one group with flipped labels, as a group of their own."""
 
     mimics = True
 
     def victims(self, config: RunConfig, own: int) -> list[int]:
-        """Return the honest clients of the largest group, another one first for each attacker."""
+        """Return the largest group's honest clients, starting with another one per attacker."""
         groups, attackers = datasets.true_groups(config), attackers_of(config)
         honest = [number for number in range(config.num_clients) if number not in attackers]
         sizes = Counter(groups)
-        # Of equal groups, that of the first client.
+        # Among groups of equal size, the first client's wins.
         largest = max((groups[number] for number in honest), key=lambda group: sizes[group])
         order = [number for number in honest if groups[number] == largest]
         at = sorted(attackers).index(own) % len(order)
@@ -167,5 +167,5 @@ class FalseGroup(LabelFlip):
 
 
 def _unit(vector: Vector) -> Vector:
-    """Return a vector at length 1; zeros stay."""
+    """Scale a vector to length 1; zeros stay."""
     return np.asarray(vector / np.float32(np.linalg.norm(vector) or 1.0))

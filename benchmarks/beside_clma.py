@@ -59,7 +59,7 @@ def on_clma(config: RunConfig) -> tuple[Accuracies, int]:
     initial = models.initial_arrays(config)
 
     def prepared(message: Message, done: int) -> tuple[nn.Module, datasets.ClientData]:
-        """Return the sent model, and the client's data after so many rounds."""
+        """Return the received model, and the client's data after `done` rounds."""
         module = models.build(config.model, (1, 8, 8), 10)
         module.load_state_dict(message.content["arrays"].to_torch_state_dict())
         step = 0 if done < ROUNDS // 2 else 1
@@ -90,7 +90,7 @@ def on_clma(config: RunConfig) -> tuple[Accuracies, int]:
 
 
 def on_raceme(method: str, seed: int) -> tuple[Accuracies, int]:
-    """Run a method of Raceme; return the same."""
+    """Run a method of Raceme; return the accuracies and the number of clusters."""
     with TemporaryDirectory() as folder:
         run = raceme.run(method, **SETTINGS, seed=seed, workers="0", out=Path(folder) / "run")
         found = run.client_evaluations.pivot(index="updates", columns="client", values="accuracy")

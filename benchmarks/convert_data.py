@@ -120,7 +120,7 @@ def standardised_windows(x: _Array) -> NDArray[np.float32]:
 
 
 def air(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
-    """Yield each station's windows of (channels, hours), with the fine dust of the hour after.
+    """Yield each station's windows of (channels, hours), with the fine dust of the following hour.
 
     A missing input is the last reading for at most a day, then the mean. Windows whose next hour
     has no reading are left out. The last samples of each period are for testing.

@@ -1,16 +1,16 @@
-"""What the map and a dashboard with one viewer cost a run.
+"""Measure what the client map and a dashboard with one viewer cost a run.
 
     python benchmarks/dashboard.py --seconds 200 --file turns.jsonl
 
-Again with the same file, turns are added. The run is FedAsync on digits, in one process. Each turn
-runs it without the map, with it, and with it and a dashboard that a viewer in a process of its own
-looks at, in an order that changes. What is compared is processor time of the run's own process from
-its first event to its last, which other work on the machine changes less than updates per second:
-the median of the turns' ratios, with a 95 % interval (bootstrap).
+A further call with the same file adds turns. The run is FedAsync on digits, in one process. Each
+turn runs it without the map, with the map, and with the map and a dashboard that is viewed by a
+separate process, in changing order. The comparison uses the processor time of the run's own process
+from its first event to its last, which other load on the machine affects less than it affects
+updates per second: the median of the turns' ratios, with a 95 % interval (bootstrap).
 
-That is noisy all the same, so two things are counted directly, too: the processor time inside of
-what the map adds, and that of the dashboard's process, by wall time: it looks four times a second,
-however fast the run is. It has less priority than the run.
+These ratios are still noisy, so two figures are measured directly: the processor time of the
+functions that the map adds, and that of the dashboard's process per second of wall time. The
+dashboard polls four times a second, however fast the run is, at a lower priority than the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ARMS = ("no map", "map", "map and viewer")
 
 
 class Counted:
-    """Counts the processor time inside of what the map adds."""
+    """Counts the processor time of the functions that the map adds."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -69,7 +69,7 @@ class Counted:
 
 
 def one(arm: str, updates: int, counted: Counted) -> dict[str, float]:
-    """Return seconds: of the processor for run, map and dashboard, and on the wall."""
+    """Return the processor seconds of run, map and dashboard, and the wall seconds."""
     moments: list[float] = []
 
     def observe(event: Event) -> None:
@@ -85,7 +85,7 @@ def one(arm: str, updates: int, counted: Counted) -> dict[str, float]:
                 [sys.executable, "-c", LOOK, beside.address], stdout=subprocess.PIPE
             )
             assert viewer.stdout is not None
-            # The dashboard has started when it answers.
+            # The dashboard has started once it answers.
             viewer.stdout.readline()
             spent = -processor_seconds(beside.process.pid)
         counted.seconds = 0.0
@@ -111,13 +111,13 @@ def one(arm: str, updates: int, counted: Counted) -> dict[str, float]:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return what a process has used of the processor."""
+    """Return the processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def tell(turns: list[dict[str, dict[str, float]]]) -> None:
-    """Print what all turns say."""
+    """Print the statistics of all turns."""
     rng = np.random.default_rng(0)
     own = {arm: np.array([turn[arm]["run"] for turn in turns]) for arm in ARMS}
     print(f"{len(turns)} turns, {np.median(own['map']):.2f} s of the processor each (median)")
@@ -138,7 +138,7 @@ def tell(turns: list[dict[str, dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    """Measure in turns, so that what else the machine does falls on all."""
+    """Measure in turns, so that other load on the machine affects all arms alike."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--updates", type=int, default=1200)

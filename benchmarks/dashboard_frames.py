@@ -65,7 +65,7 @@ MEASURED = {
 
 
 def make_run(folder: Path, clients: int, updates: int) -> None:
-    """Write what a large run leaves: four clusters after two splits, ten evaluations."""
+    """Write the files of a large run: four clusters after two splits, ten evaluations."""
     rng = np.random.default_rng(0)
     names = [f"client-{number}" for number in range(clients)]
     speed = rng.lognormal(0.0, 0.6, clients)
@@ -103,7 +103,7 @@ def make_run(folder: Path, clients: int, updates: int) -> None:
 
 
 def milliseconds(driver: Any, name: str) -> float:
-    """Return what a frame takes of the processor."""
+    """Return the processor time of a frame in milliseconds."""
     begin, step = MEASURED[name]
     driver.execute_script(begin)
     time.sleep(0.5)

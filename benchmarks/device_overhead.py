@@ -1,10 +1,10 @@
-"""What a device costs: stock SuperNodes against `raceme device`, on one stock SuperLink.
+"""Measure the cost of a device: SuperNodes and `raceme device`, on one SuperLink of Flower.
 
     python benchmarks/device_overhead.py [--updates 200] [--json FILE]
 
-Two devices at a time answer a client that does nothing, as fast as they are given work: seconds
-per update. Then they train CASA on digits: resident memory of all processes of one device, at its
-highest. Everything is on loopback, and stopped at the end.
+First, two devices answer as fast as they are given work, with a client that does nothing: seconds
+per update. Then they train CASA on digits: the peak of resident memory of all processes of one
+device. Everything runs on loopback, and is stopped at the end.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What further threads, or a GPU, gain one device: the same local training on each.
+"""Measure what more threads, or a GPU, gain on one device: the same local training on each.
 
     python3 benchmarks/device_threads.py --threads 1,2 --rounds 5
     python3 benchmarks/device_threads.py --threads 1,2 --accelerators cpu,cuda
 
-Images of 28x28 pixels that are drawn at random, as speed does not depend on what is on them. The
-ways take turns, in one process, so that a noisy machine is noisy for all; of each the fastest round
+The images of 28x28 pixels are random, as speed does not depend on their content. The settings take
+turns in one process, so that noise of the machine affects all of them; the fastest round of each
 counts.
 """
 

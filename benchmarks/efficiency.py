@@ -2,7 +2,7 @@
 
     python3 benchmarks/efficiency.py --data-root data --updates 1500
 
-Three things are measured in turns, in one process, so that a noisy machine is noisy for all:
+Three things are measured in turns, in one process, so that noise affects all of them:
 
 - pure training: each client's local epoch alone, on one thread, model and data in memory;
 - the run: CASA on the virtual grid with worker processes: their start, the data, evaluations;

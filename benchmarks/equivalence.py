@@ -23,7 +23,7 @@ What is hashed:
   hashed: a renamed class is mapped by ``RENAMED``, a renamed word by ``WORDS``;
 - ``texts``: the sentences for people in events, by themselves, since wording may change.
 
-All that is imported from Raceme and all names of the present code stand in the first section.
+All imports from Raceme and all names of the present code are in the first section.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from raceme.core.registry import STRATEGIES
 from raceme.experiments.suites import Suite, all_shipped, load_suite
 from raceme.runs.experiment import simulate
 
-# The present names: what a redesign of the code adapts, so that hashes stay comparable.
+# The present names: to be adapted when code is renamed, so that hashes stay comparable.
 
 RENAMED: dict[str, str] = {"Measured:idle": "ClientIdled", "Measured:support": "SupportChanged"}
 """Names of events that are called otherwise now, to those in the committed file.
@@ -103,7 +103,7 @@ def described(event: Any) -> tuple[str, dict[str, Any]]:
     kind = type(event).__name__
     if kind == "Measured":
         name = f"Measured:{event.name}"
-        # Idle times had no number of updates when they were an event of their own.
+        # In the committed file, idle times have no number of updates.
         number = {} if event.name == "idle" else {"updates": event.updates}
         return RENAMED.get(name, name), {"time": event.time, **number, **event.values}
     names = [item.name for item in fields(event) if (kind, item.name) not in NEW_FIELDS]
@@ -111,7 +111,7 @@ def described(event: Any) -> tuple[str, dict[str, Any]]:
 
 
 def essential(kind: str, of: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]] | None:
-    """Return the part of the essential stream that an event belongs to, and what counts of it."""
+    """Return the part of the essential stream that an event belongs to, and its hashed values."""
     match kind:
         case "UpdateApplied":
             names = ("time", "client", "cluster", "staleness", "weight")
@@ -133,7 +133,7 @@ def essential(kind: str, of: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]] |
 
 
 class Ran(NamedTuple):
-    """What a run left.
+    """The result of a run.
 
     Attributes
     ----------
@@ -195,7 +195,7 @@ def suite_runs(suite: Suite) -> Iterator[dict[str, Any]]:
 
 
 def suite_shown(suite: Suite) -> dict[str, Any]:
-    """Return what a suite says beside its runs: title, notes, score, columns."""
+    """Return the parts of a suite other than its runs: title, notes, score, columns."""
     shown = {item.name: getattr(suite, item.name) for item in fields(suite)}
     return shown | REMOVED_OF_SUITES | {"methods": ()}
 
@@ -206,7 +206,7 @@ def result_configurations(folder: Path) -> Iterator[dict[str, Any]]:
         tree = json.loads(path.read_text(encoding="utf-8"))
         for row in tree["rows"]:
             keys = {**tree["shared"]["configuration"], **row["configuration"], "seed": row["seed"]}
-            # Options that a method no longer has are left out.
+            # Skip options that a method does not have.
             yield RunConfig.from_mapping(keys, lenient=True).to_mapping()
 
 
@@ -217,7 +217,7 @@ _DIGITS = 24
 
 
 def canonical(value: Any) -> str:
-    """Write a value so that equal values are equal texts, whatever holds them."""
+    """Serialise a value, so that equal values give equal text whatever their containers."""
     match value:
         case Enum():
             return canonical(value.value)
@@ -251,7 +251,7 @@ def digest(value: Any) -> str:
 
 
 def named_as_before(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration under the names of the committed file."""
+    """Return a configuration with the key names of the committed file."""
     kept = {KEYS.get(name, name): v for name, v in config.items() if name not in NEW_KEYS}
     return kept | REMOVED_KEYS
 
@@ -269,16 +269,16 @@ class Stream:
         self._seen.append((kind, {k: v for k, v in values.items() if k not in WALL_CLOCK}))
 
     def stopped(self) -> str:
-        """Return why the run is to end, once it has `STOP_AT` updates."""
+        """Return the reason to end the run once it has `STOP_AT` updates."""
         self._asked = len(self._seen)
         updates = sum(kind == "UpdateApplied" for kind, _ in self._seen)
         return "stopped" if updates >= STOP_AT else ""
 
     def forget_end(self) -> None:
-        """Forget what a run reported after its last checkpoint: the resumed one does not know it.
+        """Forget the events after the last checkpoint, which an uninterrupted run lacks.
 
-        The checkpoint is written when the run is last asked whether it is to end. What follows is
-        an evaluation of where it stopped, and its end.
+        The checkpoint is written at the last check for a reason to end. The events after it are the
+        final evaluation and the end of the run.
         """
         del self._seen[self._asked :]
 
@@ -460,11 +460,11 @@ def _drift_of(name: str) -> dict[str, Any]:
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Return the settings of all runs, by name: every method three times, choices, features.
+    """Return the settings of all runs by name: three of each method, and those of features.
 
     A method runs on steady devices, on devices that come, go and lose tasks, and on data that
-    change. The run ``resumed/NAME`` is that on unreliable devices, stopped at 60 updates and
-    resumed: it has to be equal to the run that was not.
+    change. The run ``resumed/NAME`` is the one on unreliable devices, stopped at 60 updates and
+    resumed: it must equal the uninterrupted run.
     """
     found: dict[str, dict[str, Any]] = {}
     churn = {"devices": "CHURN", "task-timeout": 20.0}
@@ -506,7 +506,7 @@ def run_case(name: str) -> dict[str, Any]:
 
 def _run_case(name: str, folder: Path) -> dict[str, Any]:
     settings = {key: _made(value, folder) for key, value in cases()[name].items()}
-    # The number of clients is that of the files.
+    # The dataset's files determine the number of clients.
     if settings["dataset"] == "npz-folder":
         settings["clients"] = "auto"
     stream, out = Stream(), folder / "run"
@@ -531,7 +531,7 @@ def _never() -> str:
 
 
 def _made(value: Any, folder: Path) -> Any:
-    """Replace the name of a file or folder that a run needs by its path, and make it."""
+    """Create the file or folder that a setting names, and return its path."""
     if value == "CHURN":
         path = folder / "churn.toml"
         path.write_text(_CHURN)
@@ -579,7 +579,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def fingerprint() -> dict[str, str]:
-    """Return on what hashes of floating-point results depend."""
+    """Return the platform properties on which hashes of floating-point results depend."""
     cpu = platform.processor()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -604,8 +604,9 @@ def _version(package: str) -> str:
 
 
 def run_cases(names: Sequence[str], workers: int) -> dict[str, dict[str, Any]]:
-    """Run cases in some processes, and return what they left, by name."""
-    # Matrices of one thread are the same on any number of cores; new processes read this.
+    """Run cases in parallel processes, and return their results by name."""
+    # Single-threaded matrix products are the same on any number of cores; worker processes inherit
+    # this.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
     context = multiprocessing.get_context("spawn")
@@ -628,7 +629,7 @@ def run_cases(names: Sequence[str], workers: int) -> dict[str, dict[str, Any]]:
 
 
 def static_parts() -> dict[str, Any]:
-    """Return what needs no runs: keys, suites, and the configurations of the results."""
+    """Return the parts that need no runs: keys, suites, and the configurations of the results."""
     root = Path(__file__).resolve().parents[1]
     keys = keys_with_defaults()
     expanded = {}
@@ -703,7 +704,7 @@ def write(path: Path, only: Sequence[str] = (), workers: int = 2) -> int:
     if not chosen:
         print(f"no case is called {', '.join(only)}", file=sys.stderr)
         return 1
-    # A resumed run is compared with that of the same method that nothing interrupted.
+    # A resumed run is compared with the uninterrupted run of the same method.
     chosen |= {name.replace("resumed/", "churn/") for name in chosen}
     names = [name for name in known if name in chosen]
     content: dict[str, Any] = {"fingerprint": fingerprint(), "whole": not only}
@@ -718,17 +719,17 @@ def write(path: Path, only: Sequence[str] = (), workers: int = 2) -> int:
 
 
 def _is_wrong(found: Mapping[str, Any]) -> bool:
-    """Return whether a run failed, or was resumed and is not the uninterrupted one."""
+    """Return whether a run failed, or was resumed and differs from the uninterrupted run."""
     return "failed" in found or bool(found.get("unlike the uninterrupted run"))
 
 
 def _chosen(name: str, part: str) -> bool:
-    """Return whether a case is meant by a whole name, a kind of case, or a method or feature."""
+    """Return whether `part` selects a case: by its name, kind, method or feature."""
     return part in (name, *name.split("/"))
 
 
 def _text(content: Mapping[str, Any]) -> str:
-    """Write a line for each run, suite and so on, so that a version control shows what changed."""
+    """Serialise with one line per run, suite and so on, so that a diff shows what changed."""
     lines = []
     for name, value in content.items():
         if isinstance(value, dict) and name != "results":
@@ -776,7 +777,7 @@ def _told(lines: Sequence[str]) -> int:
 
 
 def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a content as it is read from a file."""
+    """Return a content as it reads after a round trip through JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(content))
     return plain
 

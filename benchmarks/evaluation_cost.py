@@ -1,4 +1,4 @@
-"""What evaluations take in the default schedules of datasets: FedAsync, one process.
+"""Measure what evaluations cost with the default schedule of each dataset: FedAsync, one process.
 
     python3 benchmarks/evaluation_cost.py --data-root data
 
@@ -65,7 +65,7 @@ class Cost(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of a run whose evaluations have an update for each client between them."""
+        """Share of evaluations in a run that evaluates once per update of every client."""
         return self.test / (self.update + self.test)
 
 

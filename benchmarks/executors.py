@@ -1,10 +1,10 @@
-"""Updates a second of CASA on the digits by where clients' work is done.
+"""Measure updates per second of CASA on the digits, by executor.
 
     python3 benchmarks/executors.py 0 2 ray
 
-takes the values of `--workers` in turns; with `RAY_ADDRESS=local`, `ray` is a cluster of this
-machine's cores alone. Reported are the median and the range over the turns: of all updates after
-the first forty, by when all workers are there, and of the seconds until the fortieth.
+measures the values of `--workers` in turns; with `RAY_ADDRESS=local`, `ray` is a cluster of this
+machine's cores alone. Reported are the median and the range over the turns of two figures: the rate
+after the first forty updates, when all workers have started, and the seconds until the fortieth.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ TESTED: dict[str, Any] = {
 
 
 def found(method: str, scenario: str, seed: int, keys: dict[str, Any]) -> dict[str, Any]:
-    """Run once; return the clusters, and when the last change of them was."""
+    """Run once; return the clusters, and the time of the last change of the assignment."""
     settings: dict[str, Any] = {
         **{"dataset": "mnist", "model": "mlp128", "partition": "scenario", "scenario": scenario},
         **{"clients": 20, "lr": 0.01, "batch-size": 32, "devices": "slow30x5", "workers": "0"},
@@ -76,7 +76,7 @@ def found(method: str, scenario: str, seed: int, keys: dict[str, Any]) -> dict[s
 
 
 def tests(clients: int, hierarchical: bool, keys: dict[str, Any]) -> dict[str, Any]:
-    """Find the clusters of so many clients; return what it took."""
+    """Find the clusters of a number of clients; return tests, rounds and seconds."""
     own = {"strategy": "faacl", "clients": clients, "faacl.hierarchical": hierarchical}
     config = resolve(RunConfig.from_mapping({**TESTED, **own, **keys}))
     strategy: Any = build_strategy(config)

@@ -1,15 +1,16 @@
-"""FedDrift-Async beside methods that know of no drift, when concepts change at some clients.
+"""Compare FedDrift-Async with methods that detect no drift, when some clients' concepts change.
 
     python3 benchmarks/feddrift_async.py --seeds 0,1,2 --json feddrift-async.json
     python3 benchmarks/feddrift_async.py --seeds 0,1,2 --drifts gas --data-root data
 
 Digits, 20 clients dealt at random, 30 % of the devices five times slower, 1,200 updates. After 400
-of them half of the clients come to have another concept, or, with four concepts, all of them, three
+of them half of the clients change to another concept; with four concepts, all clients change three
 times, between updates 120 and 1,080. Accuracy is the mean over the evaluations, one every 20
 updates, from 100 updates after the first change to the end.
 
-``gas`` is a real drift: 20 clients of a sensor array in four parts, each a batch of months behind
-the one before, which all go on to the next batch after every 200 of 1,600 updates.
+``gas`` is a real drift: 20 clients with data of a sensor array, in four parts. Each part is one
+batch (some months) behind the one before, and all move on to their next batch after every 200 of
+1,600 updates.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ METHODS = ("fedasync", "casa", "feddrift-async")
 
 
 def measure(method: str, drift: str, seed: int, keys: dict[str, Any]) -> dict[str, Any]:
-    """Run once; return accuracy after the drift, and how many models there are at the end."""
+    """Run once; return accuracy after the drift, and the number of models at the end."""
     settings: dict[str, Any] = {"strategy": method, "seed": seed, "clients": 20}
     settings |= {"devices": "slow30x5", "workers": "0", "eval-every": 20, "stop-at-target": False}
     settings |= {} if "dataset" in DRIFTS[drift] else DIGITS

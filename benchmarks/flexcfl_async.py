@@ -1,4 +1,4 @@
-"""FlexCFL in rounds and on every single update, while the clients' data change.
+"""Compare FlexCFL with FlexCFL-Async while the clients' data change.
 
     python3 benchmarks/flexcfl_async.py --seeds 0,1,2 --json flexcfl-async.json
 

@@ -3,9 +3,9 @@
     python3 -m pip install -e '.[simulation]'
     python3 benchmarks/flower_engine.py
 
-A do-nothing client shows what the engines cost, CASA on digits what is left of that with training.
-Both engines are started before the clock is; on Ray the first updates warm its actors up and are
-left out. What is compared is updates per second of wall time.
+A client that does nothing shows the cost of the engines, CASA on digits the difference that remains
+with training. Both engines start before the clock does; on Ray the first updates, which warm up its
+actors, are left out. Compared are updates per second of wall time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Clock:
 
 
 def configured(config: RunConfig) -> ClientApp:
-    """Make Raceme's ClientApp with a configuration: Flower's `run_simulation` hands none over."""
+    """Make Raceme's ClientApp with a configuration, which Flower's `run_simulation` cannot pass."""
     from raceme.client_app import app
 
     keys, wrapped = config.to_mapping(), ClientApp()
@@ -87,7 +87,7 @@ def on_ray(
     def main(grid: Grid, context: Context) -> None:
         settings = experiment.training_settings(config) if config else None
         plan = Plan(eval_every=NEVER)
-        # As every run of Raceme does: linear algebra leaves the cores to the clients.
+        # As in every run of Raceme: torch uses one thread, and cores are left to parallel clients.
         with threadpool_limits(1):
             strategy.run(
                 grid,

@@ -1,13 +1,13 @@
-"""Stacked clients on a GPU beside worker processes and a plain PyTorch loop, within five minutes.
+"""Compare stacked clients on a GPU with worker processes and a plain PyTorch loop, in five minutes.
 
     python3 benchmarks/gpu.py --synthetic --json gpu.json
     python3 benchmarks/gpu.py --data-root data
     python3 benchmarks/gpu.py --quick --device cpu
 
-Runs the tests of stacking, measures updates per second, and shows where the time goes. Needs no
-files: `--synthetic` has random samples in the shapes of the datasets. The plain loop trains client
-after client, as one would write it without Raceme: all samples in the GPU's memory, `optim.SGD`, a
-copy of the model for each client. `--quick` is a small form of all, in a minute on a CPU.
+Runs the tests of stacking, measures updates per second, and profiles where the time goes. With
+`--synthetic`, random samples in the shapes of the datasets replace their files. The plain loop
+trains client after client, as one would write it without Raceme: all samples in the GPU's memory,
+`optim.SGD`, a copy of the model for each client. `--quick` is a reduced version, a minute on a CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 ROOT = Path(__file__).resolve().parents[1]
-# The synthetic datasets are named as a user's own, which worker processes import.
+# The synthetic datasets are named like a user's own dataset, which worker processes import.
 sys.path.insert(0, str(ROOT))
 
 from raceme import datasets  # noqa: E402
@@ -84,7 +84,7 @@ def _count(config: RunConfig) -> int:
 
 
 # -----------------------------------------------------------------------------
-# What is measured.
+# Measurements.
 # -----------------------------------------------------------------------------
 
 
@@ -118,7 +118,7 @@ class Case:
     has_others: bool = True
 
     def config(self, options: argparse.Namespace) -> RunConfig:
-        """Return the run, without a processor."""
+        """Return the configuration of the run, without a processor."""
         name = f"benchmarks.gpu:{self.synthetic}" if options.synthetic else self.dataset
         clients = min(self.clients, options.clients) if options.clients else self.clients
         keys: dict[str, Any] = {
@@ -158,8 +158,8 @@ _PATIENCE = 3
 def run_rate(config: RunConfig, seconds: float) -> tuple[float, float | None]:
     """Return updates per second of a run, and the mean number of clients trained at once.
 
-    A stacked run makes its updates in bursts: what is timed is from one number of updates to
-    another that is larger by a multiple of the number of clients, the start left out if possible.
+    A stacked run makes its updates in bursts. The timed interval therefore covers a multiple of the
+    number of clients in updates, and leaves out the start if possible.
     """
     grid, strategy = experiment.build_grid(config), experiment.build_strategy(config)
     initial, probe = experiment.fitted(config, strategy)
@@ -171,7 +171,7 @@ def run_rate(config: RunConfig, seconds: float) -> tuple[float, float | None]:
         now = time.perf_counter() - started
         while strategy.progress.updates >= (len(rounds) + 1) * config.num_clients:
             rounds.append(now)
-        # Nothing is measured without a round, but for those that take too long.
+        # Without a complete round there is nothing to measure: slow runs get more time.
         is_over = now > (seconds if rounds else _PATIENCE * seconds)
         return "measured" if is_over else ""
 
@@ -193,7 +193,7 @@ def run_rate(config: RunConfig, seconds: float) -> tuple[float, float | None]:
 
 
 def loop_rate(config: RunConfig, device: str, seconds: float) -> float:
-    """Return updates per second of the loop."""
+    """Return updates per second of the plain loop."""
     shape = datasets.data_shape(config)
     server = models.build(
         str(config.model), shape.input_shape, shape.num_classes, tokens=shape.tokens
@@ -322,7 +322,7 @@ def _profiled(case: Case, options: argparse.Namespace) -> RunConfig:
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures belong to."""
+    """Return the description of the machine."""
     gpu = torch.cuda.get_device_name(0) if options.device == "cuda" else None
     versions = {"torch": torch.__version__, "flwr": flwr.__version__, "numpy": np.__version__}
     return {

@@ -6,7 +6,7 @@ CASA on digits with six devices of two label groups, of which two are five times
 `benchmarks/shaped_devices.py`: a server and six `raceme device` processes, each in a network
 namespace with its share of a core. Then the same configuration on virtual time with the profile
 `slow30x5`, and once more with the times that the first run has recorded. Final clusters are
-compared by device id. What is in FOLDER already is drawn again without running.
+compared by device id. Runs that FOLDER already holds are not repeated, only drawn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from raceme.simulation import fleet  # noqa: E402
 DEVICES, PROFILE = 6, "slow30x5"
 KEYS = {
     "groups": "0.5,0.5",
-    # Long tasks in which little is learned, so that there is a curve to see.
+    # Long tasks in which little is learned make the curve visible.
     "local-epochs": 3,
     "batch-size": 1,
     "lr": 0.005,
@@ -60,12 +60,12 @@ LABELS = {
 
 
 def run(*arguments: str) -> None:
-    """Run a module, which prints what it does."""
+    """Run a module, and echo its output."""
     subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, check=True)
 
 
 def run_all(out: Path, seed: int, updates: int) -> dict[str, RunRecord]:
-    """Run what has not been run yet, and read all three."""
+    """Run what is missing, and read all three records."""
     keys = {**KEYS, "strategy": "casa", "seed": seed, "max-updates": updates}
     typed = [f"{key}={value}" for key, value in keys.items()]
     clients = ["--clients", str(DEVICES), "--out"]
@@ -81,7 +81,7 @@ def run_all(out: Path, seed: int, updates: int) -> dict[str, RunRecord]:
 
 
 def clusters(record: RunRecord) -> set[frozenset[str]]:
-    """Return who is together at the end."""
+    """Return the final clusters as sets of clients."""
     by_cluster: dict[int, set[str]] = {}
     for client, cluster in record.assignment().items():
         by_cluster.setdefault(cluster, set()).add(client)
@@ -95,13 +95,13 @@ def slow_devices(seed: int) -> set[str]:
 
 
 def task_seconds(record: RunRecord, of: set[str]) -> float:
-    """Return the median time of these devices' tasks, from sending to reply."""
+    """Return the median duration of these devices' tasks, from sending to reply."""
     taken = record.updates.time - record.updates.dispatched_at
     return float(np.median(taken[np.isin(record.updates.client, sorted(of))]))
 
 
 def draw(records: Mapping[str, RunRecord], units: Mapping[str, float], path: Path) -> None:
-    """Draw accuracy over time, and who worked when for which cluster."""
+    """Draw accuracy over time, and when each device worked for which cluster."""
     with style():
         figure = new_figure(10.0, 4.6)
         grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1.0])

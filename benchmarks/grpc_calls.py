@@ -1,11 +1,11 @@
-"""What Python's gRPC costs a call, whatever is done in it: the bound of every server on it.
+"""Measure the cost of a call in Python's gRPC, which bounds every server built on it.
 
     python benchmarks/grpc_calls.py [--bytes 88000] [--clients 200] [--seconds 10] [--json FILE]
 
-Clients, threads of other processes as in `many_devices.py`, send so many bytes and get them back:
-from gRPC's server on threads, from the asyncio one, from that on uvloop, and over one stream for
-each client of the asyncio one. All on loopback; CPU seconds of the server and of the clients are
-counted apart.
+Clients, which are threads of other processes as in `many_devices.py`, send a number of bytes and
+get them back: from gRPC's threaded server, from the asyncio server, from the asyncio server on
+uvloop, and from the asyncio server over one stream per client. All on loopback; CPU seconds of the
+server and of the clients are counted apart.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     python3 benchmarks/inversion.py --data-root DATA --out docs/images/inversion.png
 
 The attack is that of Geiping et al., "Inverting Gradients: How easy is it to break privacy in
-federated learning?" (NeurIPS 2020): it seeks images whose gradient has the direction of what is
-seen, 1 − cos plus a weight times the total variation, by Adam on signs of gradients. It is in the
-best position: the client takes one step of SGD from a known model on one image, whose label is
-known. Of a sum it knows the number of members and all labels, and it seeks all images at once; the
-one that is most like the client's image counts. The peak signal-to-noise ratio (PSNR) in dB is
-stated with that of a guess: another image of the same class.
+federated learning?" (NeurIPS 2020): it seeks images whose gradient has the direction of the
+observed update, minimising 1 − cos plus a weight times the total variation by Adam on signs of
+gradients. The setting favours the attacker: the client takes one step of SGD from a known model on
+one image, whose label is known. Of a sum it knows the number of members and all labels, and it
+seeks all images at once; the one that is most like the client's image counts. The peak
+signal-to-noise ratio (PSNR) in dB is stated with that of a guess: another image of the same class.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def gradient(
 def seen_by_the_attacker(
     network: nn.Module, images: torch.Tensor, labels: torch.Tensor, noise: float, key: bytes
 ) -> torch.Tensor:
-    """Return the mean of members' updates, each of one step on one image, clipped, with noise."""
+    """Return the mean of the members' updates, each one step on one image, clipped, with noise."""
     changes = []
     for image, label in zip(images, labels, strict=True):
         parts = gradient(network, image[None], label[None], keep=False)
@@ -155,7 +155,7 @@ def main() -> None:
             own = images[:members], labels[:members]
             update = seen_by_the_attacker(network, *own, noise, key)
             found, _ = inverted(network, update, own[1], shape, options.steps, options.smooth, seed)
-            # Of several images the attacker cannot tell which one is whose: the best one counts.
+            # With several images the attacker cannot tell which one is whose; the best one counts.
             best = max(found, key=lambda image: psnr(image, first))
             ratios[name].append(psnr(best, first))
             row.append(best)

@@ -1,13 +1,13 @@
-"""A hundred thousand clients that do nothing: in what time and memory a run of them finishes.
+"""Measure time and memory of a run with a hundred thousand clients that do nothing.
 
     python3 benchmarks/large_fleet.py
     python3 benchmarks/large_fleet.py --clients 10000 --updates 20000 --methods fedasync,casa
     python3 benchmarks/large_fleet.py --concurrency 1000
 
-Every client is sent a model at once and sends it back, or so many at a time; each method runs in a
-process of its own, whose peak of resident memory is its own too. The start, in which every client
-introduces itself and is given its first task, is counted apart from the updates. Processor time
-says what the work takes on a machine that does other things as well.
+Every client is sent a model and sends it back, all at once or `--concurrency` at a time. Each
+method runs in its own process, so that the peak of resident memory is the method's. The start, in
+which every client introduces itself and is given its first task, is measured apart from the
+updates. Processor time is reported too, as it depends less on other load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from raceme.strategies.casa.strategy import CASAParameters
 
 METHODS: dict[str, Callable[[], Method]] = {
     "fedasync": FedAsync,
-    # Ω(t) falls with the updates of all: κ is that of the paper's 100 clients for 100,000.
+    # Ω(t) falls with the updates of all clients: κ is scaled from the paper's 100 clients to
+    # 100,000.
     "casa": lambda: CASA(CASAParameters(sketch=256, kappa=1e-6)),
     "panicle": Panicle,
 }
@@ -84,7 +85,7 @@ def run(
 
 
 def in_own_process(*arguments: object) -> dict[str, float]:
-    """Run in a process that has done nothing else, so that its peak of memory is the run's."""
+    """Run in a fresh process, so that its peak of memory is the run's."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(run, arguments)
 

@@ -1,11 +1,11 @@
-"""What local differential privacy costs: CASA on digits, every device with Gaussian noise.
+"""Measure the accuracy under local differential privacy: CASA on digits with Gaussian noise.
 
     python3 benchmarks/local_dp.py --epsilon 1,3,10,30,100 --seeds 0,1,2 --json local-dp.json
 
 Each device clips its update and adds Gaussian noise, as with ``raceme device --node-config
-"local-dp-epsilon=... local-dp-clip=..."``. Reported is the accuracy at the end, the mean over all
-clients, and how many clusters there are; the first row is without privacy. ε is what the mod is
-given; beside it is what one update, and all updates of the busiest device, really spend.
+"local-dp-epsilon=... local-dp-clip=..."``. Reported are the final accuracy (the mean over all
+clients) and the number of clusters; the first row is without privacy. ε is the setting of the mod;
+the next columns are the ε that one update, and all updates of the busiest device, actually spend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raceme.training.models import initial_arrays
 
 
 def accuracy(config: RunConfig, epsilon: float, clip: float) -> tuple[float, int, int]:
-    """Run once; return accuracy and number of clusters at the end, and most updates of a device."""
+    """Run once; return accuracy, number of clusters, and the busiest device's updates."""
     nodes = []
     for index, device in enumerate(fleet(config.devices, config.num_clients, config.seed)):
         node = {"partition-id": index, "num-partitions": config.num_clients}
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    # Flower's mod says of each update that it has added noise.
+    # Silence Flower's mod, which logs for each update that it has added noise.
     logging.getLogger("flwr").setLevel(logging.WARNING)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     rows = []

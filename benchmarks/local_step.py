@@ -1,12 +1,12 @@
-"""Where the time of a local step goes: kernels, what is around them, the data, the optimiser.
+"""Measure the parts of a local step: kernels, their overhead, the data, the optimiser.
 
     python3 benchmarks/local_step.py
 
-Processor time on one thread, which other programs on the machine change less than time of the
-clock; the least of many short measurements. The parts are measured alone: mini-batches without
-training on them, loss and gradient of one mini-batch that stays the same, and the optimiser's part
-without a gradient. What torch.profiler sees inside of the kernels gives their share of the loss and
-gradient; the rest of that is dispatch, autograd's bookkeeping and the layers' Python.
+Processor time on one thread, which other load affects less than wall time; the minimum of many
+short measurements. The parts are measured alone: mini-batches without training on them, loss and
+gradient of one mini-batch that stays the same, and the optimiser's part without a gradient. The
+time that torch.profiler finds inside the kernels is their share of loss and gradient; the rest is
+dispatch, autograd's bookkeeping and the layers' Python code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KERNELS = ("conv", "mm", "pool", "relu", "threshold", "clamp", "tanh", "softmax"
 
 
 def least(work: Callable[[], object], repeats: int, count: int = STEPS) -> float:
-    """Return the least processor time of a piece of work, in ms by so many steps."""
+    """Return the least processor time of a function, in ms per step."""
     times = []
     for _ in range(repeats):
         started = time.thread_time()
@@ -45,7 +45,7 @@ def least(work: Callable[[], object], repeats: int, count: int = STEPS) -> float
 
 
 def kernels_share(work: Callable[[], object]) -> float:
-    """Return the share of the operators' own time that is spent in those that calculate."""
+    """Return the share of the operators' own time that is spent in kernels."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         work()
     own = {event.key: event.self_cpu_time_total for event in seen.key_averages()}

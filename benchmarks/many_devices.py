@@ -1,18 +1,18 @@
-"""Many devices on one server: is anything lost, how many updates a second, how much memory.
+"""Load one server with many devices: lost messages, updates per second, memory.
 
     python benchmarks/many_devices.py [--server serve superlink] [--devices 200] [--seconds 600]
         [--weights 0] [--think 0] [--join 0] [--json FILE]
 
-Light devices, threads with the connection of `raceme device`, answer messages with what each
-carries: a number, and a model of so many weights in eight arrays. The server gives every device its
-next message as soon as it has answered, checks each answer, and at the end waits for those that are
-open. It is the Fleet API and the grid of `raceme serve`, in one process without a strategy, or a
-server app on a stock SuperLink; named both, one after the other. All on loopback.
+Light devices, which are threads with the connection of `raceme device`, echo each message: a
+number, and a model of `--weights` weights in eight arrays. The server sends every device its next
+message as soon as it has answered, checks each answer, and at the end waits for open ones. The
+server is the Fleet API and the grid of `raceme serve` in one process without a strategy, or a
+server app on Flower's SuperLink; if both are named, they run one after the other. All on loopback.
 
-Devices that answer at once load the server fully: each of n devices then waits for the others, n
-divided by the updates per second on average, whatever the server does. With --think each takes so
-many seconds for its work, more or less: what is left of the wait is the server's own. With --join
-they come one after another over so many seconds, as thousands do.
+Devices that answer at once load the server fully: each of n devices then waits for the others, on
+average for n divided by the updates per second. With --think each works for about so many seconds,
+and the remaining wait is the server's. With --join they join one after another over so many
+seconds, as a fleet of thousands does.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def main(grid, context):
 
 
 def be_server(address: str, devices: int, seconds: float, weights: int) -> None:
-    """Be what `raceme serve` is, without a strategy."""
+    """Run the server part of `raceme serve`, without a strategy."""
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
     state = LinkState(App("tests/none", "1.0.0", b"no bundle"))
     with tempfile.TemporaryDirectory() as folder, FleetApi(state, address) as api:
@@ -191,8 +191,8 @@ def be_device(
 ) -> None:
     """Answer messages until told to stop; note the seconds from a reply to the next message.
 
-    What the process has used by its first message, and by its last reply, is noted too: importing
-    and joining are not what is measured.
+    The processor time used up to the first message and up to the last reply is noted too, so that
+    importing and joining can be left out.
     """
     chance = random.Random()
     stop.wait(join_after)
@@ -263,7 +263,7 @@ def start_devices(bed: Loopback, count: int, think: float, join_seconds: float) 
 
 
 def start_server(bed: Loopback, kind: str, count: int, seconds: float, weights: int) -> Process:
-    """Start the server; return the process whose memory is looked at."""
+    """Start the server; return the process whose memory is measured."""
     if kind == "superlink":
         return bed.superlink()
     bed.fleet_port = free_port()
@@ -272,7 +272,7 @@ def start_server(bed: Loopback, kind: str, count: int, seconds: float, weights: 
 
 
 def cpu_seconds(process_id: int) -> float:
-    """Return what a process and those that it has started have used so far."""
+    """Return the processor time of a process and its descendants so far."""
     total = 0.0
     from raceme.fleet.testbed import descendants
 
@@ -311,12 +311,13 @@ def measure(
         numbers["rejoined"] = sum(process.text().count("joining again") for process in started)
         numbers["updates_per_second"] = round(numbers["answered"] / numbers["seconds"], 1)
         if kind == "serve":
-            # It is one process, which has counted itself: looks from outside miss both ends.
+            # The single process measures itself, as sampling from outside would miss the start and
+            # the end.
             used = numbers["app_cpu_seconds"]
         numbers["server_cpu_ms_per_update"] = round(1000 * used / numbers["answered"], 2)
         numbers |= {"mib_first": round(first), "mib_peak": round(peak)}
         numbers["kb_per_connected_device"] = round(per_device)
-        # With all that is under way: a model or a reply, or both, for each.
+        # Includes the data in flight: a model, a reply or both for each device.
         numbers["kb_per_device_peak"] = round((peak * MIB - alone) / devices / 1000)
         for process in started:
             process.handle.terminate()

@@ -1,11 +1,10 @@
-"""Whether a client that joins in the middle of a run comes into its true group at once.
+"""Measure whether a client that joins during a run is placed in its true group at once.
 
     python3 benchmarks/newcomers.py --data-root data
 
-FlexCFL and FlexCFL-Async, on digits and MNIST in four label groups. Five clients of each run are
-not there at first and come one after another. A case is one of them: it is placed right if the
-group that its first answer brings it into is the one in which most clients of its true group are.
-Nobody else may be placed anew.
+FlexCFL and FlexCFL-Async, on digits and MNIST in four label groups. Five clients of each run join
+late, one after another. Each is a case: it is placed correctly if its first answer puts it into the
+group that holds most clients of its true group. No other client may be moved.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SETTINGS = {
 
 
 def profile(newcomers: list[int], folder: Path) -> Path:
-    """Write a fleet whose newcomers come after 4, 5, 6, … s; an update takes a second."""
+    """Write a fleet whose newcomers join after 4, 5, 6, … s; an update takes a second."""
     groups = [
         f"[[group]]\nclients = [{client}]\nonline = [[{4 + place}.5, 1e9]]\n"
         for place, client in enumerate(newcomers)
@@ -45,14 +44,14 @@ def profile(newcomers: list[int], folder: Path) -> Path:
 
 
 def cases(dataset: str, method: str, seed: int, data_root: str) -> tuple[int, int]:
-    """Return how many newcomers of a run were placed right, and how many others were moved."""
+    """Return how many newcomers of a run were placed correctly, and how many others were moved."""
     settings = SETTINGS[dataset]
     late = np.random.default_rng(seed).choice(int(settings["clients"]), NEWCOMERS, replace=False)
     events: list[Event] = []
     with TemporaryDirectory() as folder:
         keys = {"strategy": method, "dataset": dataset, "data-root": data_root, "seed": seed}
         keys |= {"devices": str(profile(late.tolist(), Path(folder))), "workers": "0"}
-        # Four of ten clients make the groups; the others are placed by their first answers.
+        # Four of ten clients form the groups; the others are placed by their first answers.
         keys[f"{method}.pretrain"] = 4
         keys |= {"eval-every": 10**6, "out": folder, "stop-at-target": False, **settings}
         simulate(RunConfig.from_mapping(keys), events.append)
@@ -60,9 +59,10 @@ def cases(dataset: str, method: str, seed: int, data_root: str) -> tuple[int, in
 
 
 def judged(record: RunRecord, late: set[str]) -> tuple[int, int]:
-    """Return the newcomers of a run that were placed right, and the placements of others too many.
+    """Count correctly placed newcomers, and superfluous placements of other clients.
 
-    A client that pre-trained for the groups is placed by them, any other by its first answer: once.
+    Every client is placed once: when the groups are formed if it pre-trained, else by its first
+    answer.
     """
     began = record.splits[0].time
     placed = [one for one in record.placements if one.time >= began and one.weights]

@@ -1,10 +1,10 @@
-"""What grid and strategy cost per update: clients that do nothing.
+"""Measure what grid and strategy cost per update, with clients that do nothing.
 
     python3 benchmarks/overhead.py
     python3 benchmarks/overhead.py --methods fedasync,casa,fedbuff --sizes 22000
 
 Processor time of one thread, without that of the clients' app and of the start of a run. CASA
-compares each update with the models of all clients, whose numbers are read from memory.
+compares each update with the models of all clients, and is bound by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ App = TypeVar("App", bound=ClientApp)
 
 
 def idle_app(kind: type[App] = ClientApp) -> App:  # type: ignore[assignment]
-    """Make an app that sends back what it gets."""
+    """Make an app that echoes messages."""
     app = kind()
 
     @app.query()
@@ -90,7 +90,7 @@ def layers(size: int) -> ArrayRecord:
 
 
 def milliseconds_per_update(method: str, size: int, clients: int, updates: int) -> float:
-    """Run a method with clients that do nothing; return the time of an update after the first."""
+    """Run a method with clients that do nothing; return the mean time of an update."""
     app, device = idle_app(TimedApp), Device(jitter=0.1)
     grid = VirtualGrid(app, [Node(1000 + i, device) for i in range(clients)])
     strategy, marks = STRATEGIES.make(method), list[tuple[int, float]]()

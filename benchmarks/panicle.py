@@ -1,4 +1,4 @@
-"""Panicle, case by case: how soon clusters are right, how good, and what it survives.
+"""Run Panicle on a list of cases: time to correct clusters, accuracy, and robustness.
 
     python3 benchmarks/panicle.py small-fleets iid --seeds 0,1,2 --json panicle.json
     python3 benchmarks/panicle.py mnist --data-root data --methods panicle,casa
@@ -39,24 +39,24 @@ CIFAR = {**MNIST, "dataset": "cifar10"}
 
 @dataclass(frozen=True)
 class Case:
-    """A case: what is run, and for how long.
+    """Settings and length of a run.
 
     Attributes
     ----------
     settings : dict
-        Of the run.
+        Configuration keys.
     updates : int
         Client updates.
     every : int
         Updates from one evaluation to the next.
     methods : str
-        What is run unless `--methods` says so.
+        Methods to run without `--methods`.
     late : tuple[int, ...]
-        Clients that come only in the middle of the run, one after another.
+        Clients that join during the run, one after another.
     unknown : bool
-        Whether those that come late are a whole true group instead, and one client of another.
+        Whether a whole true group and one client of another group join late instead.
     wrong : bool
-        Whether clients are dealt out to four clusters at random first.
+        Whether the run starts with clients in four wrong clusters.
     """
 
     settings: dict[str, Any]
@@ -103,7 +103,7 @@ GROUPS["attackers"] = ("not-attacked", "scaled", "flipped", "labels-flipped")
 
 @dataclass
 class Watch:
-    """Follows who is where: since when all clients are in pure clusters, and how newcomers fare."""
+    """Tracks when all clients are in pure clusters for good, and newcomers' placements."""
 
     groups: dict[str, int | None] = field(default_factory=dict)
     homes: dict[str, int | None] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Watch:
             self.pure_since = None
 
     def _is_right(self, client: str) -> bool:
-        """Whether a client shares a cluster only with its own group."""
+        """Whether all clients of a client's cluster are of its true group."""
         home = self.homes.get(client)
         if home is None or client not in self.groups:
             return False
@@ -148,7 +148,7 @@ class Watch:
 
 
 def fleet(late: tuple[int, ...], folder: Path) -> Path:
-    """Write a fleet in which some clients come later, one every 2.5 s: about 50 updates."""
+    """Write a fleet in which some clients join late, one every 2.5 s, or about 50 updates."""
     groups = [
         f"[[group]]\nclients = [{client}]\nonline = [[{8 + 2.5 * place}, 1e9]]\n"
         for place, client in enumerate(late)
@@ -177,11 +177,11 @@ def a_whole_group(settings: dict[str, Any]) -> tuple[int, ...]:
 
 @contextmanager
 def wrongly_split(is_on: bool) -> Iterator[None]:
-    """Deal clients out to four clusters in turn, whatever their data, before the run."""
+    """Start the run with clients in four clusters in turn, regardless of their data."""
     plain = panicle.Panicle
 
     class Wrong(plain):  # type: ignore[misc, valid-type]
-        """Panicle that begins with four clusters of clients that do not belong together."""
+        """Panicle that starts with four clusters of clients that do not belong together."""
 
         def initialize(self, vector: Any) -> None:
             super().initialize(vector)

@@ -1,10 +1,11 @@
-"""Draw docs/images/panicle.png: who is like whom, by two probes of each client.
+"""Draw docs/images/panicle.png: similarities of clients, by two probes of each.
 
     python3 benchmarks/panicle_picture.py docs/images/panicle.png
 
-Digits, 40 clients, 30 % of them five times slower. Each square is the matrix of agreements that
-Panicle has after two probes per client, free of chance, with the clients in the order of their true
-groups; above it the evidence of the best partition, which the level is held against.
+Digits, 40 clients, 30 % of them five times slower. Each square is Panicle's matrix of similarities
+after two probes per client, corrected for chance, with the clients in the order of their true
+groups; above it the silhouette score of the best partition, which Panicle compares with its
+threshold.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ UPDATES = 140
 
 
 def probed(settings: dict[str, Any], seed: int) -> panicle.Panicle:
-    """Run until all clients have answered two probes, and return the method."""
+    """Run until all clients have answered two probes, and return the strategy."""
     made: list[panicle.Panicle] = []
     plain = panicle.Panicle
 
     class Kept(plain):  # type: ignore[misc, valid-type]
-        """Panicle that can be looked at after a run."""
+        """Panicle whose instance remains accessible after a run."""
 
         def restored(self) -> None:
             super().restored()

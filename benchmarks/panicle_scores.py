@@ -1,11 +1,11 @@
-"""Print the scores of the best groups that Panicle finds, by kind of fleet: why its level is 0.6.
+"""Print the scores of Panicle's best groups by kind of fleet, the basis of its threshold 0.6.
 
     python3 benchmarks/panicle_scores.py --data-root data
 
-For each kind, from the least to the greatest seed, the best score when Panicle last looks for
-groups within seven updates per client, with other least denominators of the silhouettes; and with
-the default one the greatest score that any look of any seed has. Without `--data-root` the digits
-alone.
+For each kind of fleet, the table has the range over the seeds of the best score in Panicle's last
+search within seven updates per client, for several minimum denominators of the silhouettes; and,
+for the default one, the largest score of any search of any seed. Without `--data-root`, only the
+digits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KINDS: Mapping[str, list[dict[str, Any]]] = {
 
 
 def looks(settings: Mapping[str, Any], seed: int) -> list[probes.Distances]:
-    """Return the distances that Panicle has whenever it looks for groups."""
+    """Return the distances in each of Panicle's searches for groups."""
     seen: list[probes.Distances] = []
     plain = strategy.better_partition
 

@@ -1,4 +1,4 @@
-"""When Panicle tells groups apart: a simulation of its probes, without training.
+"""Simulate when Panicle's probes tell groups apart, without training.
 
     python3 benchmarks/panicle_separation.py
 
@@ -60,7 +60,7 @@ _PLAIN = 0.8
 
 
 def group_directions(groups: int, cosine: float, dimension: int) -> NDArray[np.float64]:
-    """Return unit directions, every two of which have one cosine. Shape (groups, dimension)."""
+    """Return unit directions with the same cosine for every pair. Shape (groups, dimension)."""
     cosines = np.full((groups, groups), cosine) + (1.0 - cosine) * np.eye(groups)
     directions = np.zeros((groups, dimension))
     directions[:, :groups] = np.linalg.cholesky(cosines)

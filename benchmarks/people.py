@@ -1,4 +1,4 @@
-"""People with few windows of motion, as they carry their phones: UCI HAR, a subset of each person.
+"""A dataset of UCI HAR with few windows of motion per person, and phones carried in different ways.
 
 `benchmarks/alone_or_together.toml` uses it: with phones turned at random, no common model learns.
 """
@@ -18,7 +18,7 @@ TEST = 60
 
 @dataclass(frozen=True)
 class PeopleOptions:
-    """What is kept of each person, and how phones are carried."""
+    """The windows that are kept of each person, and how phones are carried."""
 
     few: int = option(102, "training windows per person", low=1)
     turned: bool = option(False, "turn each person's phone, by a rotation of its own")

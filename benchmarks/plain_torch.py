@@ -1,4 +1,4 @@
-"""Local training in plain PyTorch, for ClientApps that are not Raceme's."""
+"""Local training in plain PyTorch, for ClientApps without Raceme."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raceme.core.config import RunConfig
 def train(
     module: nn.Module, data: datasets.ClientData, config: RunConfig, seed: list[int]
 ) -> float:
-    """Train a module for one epoch of SGD; return its mean loss meanwhile."""
+    """Train a module for one epoch of SGD; return its mean training loss."""
     x, y = torch.as_tensor(data.x_train), torch.as_tensor(data.y_train)
     order = torch.as_tensor(np.random.default_rng(seed).permutation(len(y)))
     optimizer = torch.optim.SGD(module.parameters(), lr=config.lr)

@@ -77,7 +77,7 @@ def main() -> None:
             name, _, path = given.partition("=")
             content = Path(path).read_bytes()
             driver.get("about:blank")
-            # A script's own names are not the page's unless it says so.
+            # Names that a script declares are not global in the page unless they are exported.
             expose = "window.uPlot = typeof uPlot === 'undefined' ? null : uPlot;"
             driver.execute_script(f"{content.decode()};{expose}")
             rate, script = driver.execute_async_script(MEASURE % BEGIN[name])

@@ -1,16 +1,15 @@
-"""What attackers cost at least, and what the filter adds: runs with an oracle in its place.
+"""Bound the loss under attack: runs with an oracle in the place of the filter.
 
     python3 benchmarks/poisoning_bound.py [--strategy fedasync] [--dataset digits] [--seeds 0,1,2]
         [--attacks sign-flip,label-flip] [--data-root data] [--json FILE]
 
-The oracle knows who attacks: it refuses exactly these clients, from their first update on.
-What its run loses against the clean one is lost with the clients: their work, and another order of
-events. No filter can win that back. Accuracy is that of the clients that do not attack, in the
-clean run too.
+The oracle knows the attackers, and rejects exactly their updates, from the first one on. Its loss
+relative to the clean run is due to the missing clients: their work, and another order of events. No
+filter can avoid it. Accuracy is that of the clients that do not attack, in the clean run too.
 
 The attack ``collude`` is not one of Raceme's: all attackers send the same direction, at `TIMES` the
-length of their honest update, so just below the bound on lengths. ``--set attackers=0.3`` makes
-them six of twenty.
+length of their honest update, which is just below the bound on lengths. With ``--set
+attackers=0.3`` six of twenty clients attack.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 def oracle(attackers: frozenset[str]) -> Callable[..., Ruling]:
-    """Return what judges updates by who has sent them."""
+    """Return a filter that judges updates by their client."""
 
     def judge(guard: FilterProtection, update: Judged) -> Ruling:
         if update.client not in attackers:
@@ -58,7 +57,7 @@ def oracle(attackers: frozenset[str]) -> Callable[..., Ruling]:
 
 
 def colluding(_attack: SignFlip, delta: Vector, _rng: np.random.Generator) -> Vector:
-    """Return what every attacker sends as Δ: the same vector, but for its length."""
+    """Return the Δ of the attackers: one direction, scaled to each one's honest length."""
     common = np.random.default_rng(0).standard_normal(len(delta), np.float32)
     return np.asarray(common * np.float32(TIMES * np.linalg.norm(delta) / np.linalg.norm(common)))
 
@@ -84,7 +83,7 @@ def accuracy(keys: dict[str, object], honest: frozenset[str], last: int) -> floa
 def row(keys: dict[str, object], attacks: list[str], last: int) -> dict[str, float]:
     """Return the accuracies of the clean run, with the oracle, and with the filter."""
     protected = {**keys, "protection": "filter"}
-    # Who attacks depends on their share only.
+    # The choice of attackers depends on their share only, not on the kind of attack.
     config = experiment.resolve(RunConfig.from_mapping({**keys, "attack": "sign-flip"}))
     bad = frozenset(f"client-{number}" for number in attackers_of(config))
     honest = frozenset(f"client-{number}" for number in range(config.num_clients)) - bad

@@ -1,13 +1,13 @@
-"""How many of its own uploads a client needs after its data were exchanged for another group's.
+"""Measure how many uploads a client needs to recover after a swap with another group's data.
 
     python3 benchmarks/recovery.py --seeds 0,1,2 --plot recovery.png
 
 Digits, turned by 0, 90, 180 or 270 degrees in four groups of four clients; 480 updates. Half way
-each client exchanges all its data with another. What is measured is the model that a client gets in
-return for an upload, on the test data of that upload: of the clients whose group is another one
-now, the mean over them by the number of their uploads since the exchange, against their last one
-before it. All methods get the same data and lengths; clients of asynchronous ones
-upload again and again.
+each client exchanges all its data with another. The model that a client receives in return for an
+upload is tested on the client's test data at that upload. The table averages this over the clients
+whose group has changed, by the number of uploads since the exchange, and compares it with their
+last upload before it. All methods get the same data and number of updates; with asynchronous
+methods clients upload continually.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(method: str, seed: int, settings: dict[str, str]) -> list[float]:
     told: dict[str, list[list[float]]] = defaultdict(lambda: [[], []])
     for event in events:
         if isinstance(event, UpdateApplied) and event.client in moved:
-            # What an upload tells is what its client got for the one before.
+            # An upload reports the accuracy of the model received for the previous one.
             if event.accuracy_after is not None:
                 told[event.client][steps[event.client]].append(event.accuracy_after)
             steps[event.client] = event.step
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def recovered(run: np.ndarray) -> str:
-    """Return the first upload within 2 points of before."""
+    """Return the first upload within 2 points of the accuracy before."""
     near = np.flatnonzero(run[1:] >= run[0] - 2.0)
     return str(near[0] + 1) if len(near) else "–"
 

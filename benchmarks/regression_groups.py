@@ -1,12 +1,12 @@
-"""Whether groups are told apart whose quantity depends on the inputs in nearly the same way.
+"""Measure whether regression groups are told apart whose targets depend similarly on the inputs.
 
     python3 benchmarks/regression_groups.py --seeds 0,1,2,3,4
 
 Eight devices with 120 samples each, in two groups. A sample has five independent normal inputs, and
 its label is 20 + 10 (x · w) °C with noise of 1 °C, so that 0.8 °C is the best mean absolute error;
 w is a unit vector of the group's, and the two have a given cosine: with 0 they have nothing in
-common, with 1 they are the same. 25 updates per device, all else as it is by default. Whether a
-fleet without groups is left whole:
+common, with 1 they are the same. Each device makes 25 updates; all other settings are the defaults.
+To test that a fleet without groups is not split:
 
     python3 benchmarks/regression_groups.py --cosines 1 --methods panicle --seeds 100,101,102
 """
@@ -36,7 +36,7 @@ LABELS = {"unit": "°C", "y_mean": MEAN, "y_std": DEVIATION}
 def write(
     folder: Path, cosine: float, rng: np.random.Generator, clients: int, train: int, noise: float
 ) -> None:
-    """Write a file for each device, those of the groups in turn."""
+    """Write a file for each device, alternating between the groups."""
     first, other = rng.normal(size=(2, INPUTS))
     first /= np.linalg.norm(first)
     other -= first * (first @ other)

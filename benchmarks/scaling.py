@@ -1,14 +1,14 @@
-"""How cost grows: with clients, with weights, with workers; and what the next machine would buy.
+"""Measure how cost grows with clients, weights and workers, and predict that of larger machines.
 
     python3 benchmarks/scaling.py --json scaling.json --png scaling.png
     python3 benchmarks/scaling.py --axes clients --clients 100,1000,10000,100000 --methods casa
     python3 benchmarks/scaling.py --axes workers --workers 0,1,2,ray --flower
 
-Each point runs in a process of its own, whose peak of resident memory is the point's. Clients and
-weights are measured with a client that does nothing, workers with one that trains on digits:
-whatever the run option ``workers`` takes can be given. Points are kept in the JSON file as they
-come, and not measured again. Lines fitted to the points say what a client, a weight and a core
-cost.
+Each point runs in its own process, so that the peak of resident memory is the point's. Clients and
+weights are measured with a client that does nothing, workers with one that trains on digits; all
+values of the run option ``workers`` are accepted. Points are saved to the JSON file as they are
+measured, and not measured again. Lines fitted to the points estimate the cost of a client, a weight
+and a core.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Point = dict[str, Any]
 
 
 def updates_for(clients: int, weights: int) -> int:
-    """Return how many updates a point takes: two of each client, within bounds."""
+    """Return the number of updates of a point: two per client, within bounds."""
     return int(max(2 * clients, min(2000, 10**8 // weights)))
 
 
 def trained(workers: str, updates: int) -> Point:
-    """Train CASA on digits with a number of workers; return updates per second once they work."""
+    """Train CASA on digits with some workers; return updates per second after their start."""
     from raceme.core.config import RunConfig
     from raceme.runs.experiment import simulate
 
@@ -76,7 +76,7 @@ def trained(workers: str, updates: int) -> Point:
 
 
 def on_flower(clients: int, weights: int) -> Point:
-    """Let Flower's Ray engine run the client that does nothing; return updates per second."""
+    """Run clients that do nothing on Flower's Ray engine; return updates per second."""
     import overhead
     from flower_engine import on_ray
 
@@ -90,7 +90,7 @@ def on_flower(clients: int, weights: int) -> Point:
 
 
 def apart(function: Any, *arguments: object) -> Point:
-    """Call a function in a process of its own, which may start others."""
+    """Call a function in a new process, which may start others."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         found: Point = pool.submit(function, *arguments).result()
     return found
@@ -108,7 +108,7 @@ def fitted(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def models_of_cost(points: Sequence[Point]) -> list[str]:
-    """Return what the points come to, in words."""
+    """Return the fitted costs in words."""
     said = []
     for method in METHODS:
         own = [p for p in points if p["axis"] == "clients" and p["method"] == method]
@@ -179,7 +179,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers of a list."""
+    """Parse a list of numbers."""
     return [int(float(part)) for part in text.split(",") if part]
 
 

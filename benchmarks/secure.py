@@ -1,10 +1,10 @@
-"""What secure aggregation costs: bytes, time and waits, against none, with clients of any speed.
+"""Measure what secure aggregation costs in bytes, time and waits, with clients of different speeds.
 
     python3 benchmarks/secure.py
 
 FedBuff, whose K is the number of members of a cohort, on virtual time. The fleet has twice as many
-clients as a cohort has members, which do nothing but wait: from 1 s to 10 s for a task, with links
-of 1 MB/s. Milliseconds are processor time of this machine, for the work of both sides.
+clients as a cohort has members. Clients do not train; a task takes them 1 s to 10 s, over links of
+1 MB/s. Milliseconds are processor time of this machine, for the work of both sides.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cost:
 
 
 def app_of(options: Options) -> ClientApp:
-    """Make an app that sends back what it gets, through the client half of the feature."""
+    """Make an app that echoes messages through the client half of the feature."""
     idle, made = idle_app(), ClientApp()
 
     def respond(message: Message, context: Context) -> Message:
@@ -65,7 +65,7 @@ def app_of(options: Options) -> ClientApp:
 
 
 def measured(members: int, size: int, updates: int, secure: bool) -> Cost:
-    """Run FedBuff, and return what an update cost."""
+    """Run FedBuff, and return the cost of an update."""
     options = Options(secure, secure_least=members, secure_most=members, secure_seconds=3600.0)
     speeds = np.geomspace(1.0, 10.0, 2 * members)
     devices = [

@@ -1,12 +1,12 @@
-"""What CASA's and Panicle's servers do per update, CASA's split by phase, with their memory.
+"""Measure the server's time and memory per update for CASA, by phase, and Panicle.
 
     python3 benchmarks/server_cost.py
     python3 benchmarks/server_cost.py --methods panicle --clients 1000 --sizes 22000
 
 Updates come from clients in turn, and look like those of a run: a common model, a direction for
 each of four groups, and noise. Fleets of 1,000 and more compare sketches (``--sketch``), as the
-docs recommend. What is timed is `on_update` alone: no grid, no messages, no training. Memory is
-traced in a second pass over the same updates, as tracing takes longer than what is traced.
+docs recommend. Only `on_update` is timed: no grid, no messages, no training. Memory is traced in a
+second pass over the same updates, because tracing slows them down.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_BYTES = 12e9
 
 
 def timed(strategy: Any, spent: dict[str, float]) -> None:
-    """Let a strategy count the seconds in each phase."""
+    """Instrument a strategy to count the seconds of each phase."""
     for name, phase in PHASES.items():
         inner: Callable[..., Any] = getattr(strategy, name)
 
@@ -52,7 +52,7 @@ def timed(strategy: Any, spent: dict[str, float]) -> None:
 
 def measure(make: Callable[[], Any], clients: int, size: int, updates: int) -> dict[str, float]:
     """Feed updates to a strategy; return milliseconds per update, and peak memory in MB."""
-    # Methods import what they need when they first need it.
+    # Methods import some modules on first use.
     feed(make(), clients=100, size=1000, updates=300)
     row = feed(make(), clients, size, updates)
     tracemalloc.start()

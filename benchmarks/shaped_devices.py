@@ -4,9 +4,9 @@
         --out runs/shaped max-updates=100 groups=0.5,0.5
 
 A pair of virtual interfaces connects a device's namespace with the host; the kernel's netem slows
-down both ends, one per direction. Its CPU share, which makes it as much slower than the fastest as
-in the device profile, is enforced by stopping its process for a part of every tenth of a second. It
-starts with the device's first answer, when its program and data are loaded. Needs root, iproute2
+down both ends, one per direction. A CPU share makes each device slower than the fastest by the
+factor of the device profile: its process is stopped for a part of every tenth of a second. The
+limit starts with the device's first answer, when program and data are loaded. Needs root, iproute2
 and a kernel with netem; everything is removed at the end.
 """
 
@@ -96,7 +96,7 @@ class Location:
     host: str
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs a command there."""
+        """Return the command line that runs a command in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
 
@@ -232,7 +232,7 @@ class ShapedTestbed(Testbed):
         self._places = self.stack.enter_context(places(shapes))
 
     def start(self, name: str, command: Sequence[str]) -> int:
-        """Start the server at all addresses, or a device in its place."""
+        """Start the server on all addresses, or a device in its namespace."""
         slowest = max(shape.delay for shape in self._shapes) / 1000
         command = [*command, "--latency", str(max(1.0, slowest))]
         _, is_device, number = name.partition("device ")

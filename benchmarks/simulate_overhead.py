@@ -1,6 +1,6 @@
-"""What `raceme simulate` costs per message: clients that do nothing, all work in one process.
+"""Measure what `raceme simulate` costs per message: clients that do nothing, one process.
 
-Processor time, not time on the wall: other programs of the machine do not count.
+Measures processor time, so that other programs do not count.
 
 python3 benchmarks/simulate_overhead.py
 """
@@ -38,7 +38,7 @@ rounds = 10
 weights = 100
 """
 
-# Nothing is averaged: that is what a strategy costs, wherever it runs.
+# No averaging, whose cost depends on the strategy and not on the engine.
 SERVER = """
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -57,7 +57,7 @@ def main(grid, context):
         assert not any(reply.has_error() for reply in replies)
 """
 
-# As most apps it uses torch, whose random numbers are kept apart from the server's.
+# Like most apps it uses torch, whose random state is kept apart from the server's.
 CLIENT = """
 import torch
 from flwr.app import Message, MetricRecord, RecordDict

@@ -1,13 +1,13 @@
-"""A server that runs for long: its memory, files and threads.
+"""Watch the memory, files and threads of a server over a long time.
 
     python benchmarks/soak.py [--devices 30] [--seconds 3600] [--think 0.7] [--stay 180]
         [--keep-versions 5] [--json FILE]
 
 `raceme serve` with FedAsync, its store, checkpoints, versions and `/metrics`, which is read every
 ten seconds. Light devices in one process, threads with the connection of `raceme device`, return
-the model that they get, a little changed, after so many seconds of work, more or less, and use its
-versions; each leaves after `--stay` seconds on average, and comes back as a new node. With
-`--think 0`, the numbers per update of `--keep-versions 0` and 5 tell what versions cost.
+the received model, slightly changed, after about `--think` seconds of work, and use its versions;
+each leaves after `--stay` seconds on average, and comes back as a new node. With `--think 0`, the
+difference between `--keep-versions 0` and 5 is the cost of versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raceme.records.control import command  # noqa: E402
 def looked_at(
     process: int, out: Path, metrics: str, started: float, versions: list[dict[str, float]]
 ) -> dict[str, float]:
-    """Return what a server uses now."""
+    """Return the resources that a server uses now."""
     with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:
         page.read()
     lines = Path(f"/proc/{process}/status").read_text().splitlines()

@@ -3,7 +3,7 @@
     python3 benchmarks/start.py --turns 5
 
 `raceme run` on digits with each method, and ``python -c "import torch, flwr.app"``, in turns on one
-thread: the least, the median and the greatest of the turns, and ratios of the least ones.
+thread: minimum, median and maximum over the turns, and ratios of the minima.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ main()
 
 
 def took(code: str, *arguments: str) -> float:
-    """Return the seconds of processor time that a new process says it took."""
+    """Return the processor time that a new process reports."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Counts that say how large the package is and how its parts depend on each other.
+"""Measure the size of the package and the dependencies between its parts.
 
 ``python benchmarks/structure.py`` prints them; `tests/test_layout.py` holds the limits.
 """
@@ -67,7 +67,7 @@ def count_lines(source: str) -> Lines:
     outside: set[int] = set()
     imports: set[int] = set()
     for node in ast.walk(tree):
-        # Also the docstrings below constants, which Python does not keep.
+        # Strings below constants are docstrings by convention, though Python does not keep them.
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             outside.update(_span(node))
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -126,7 +126,7 @@ def room_of(module: str) -> str:
 
 
 def upward_imports(known: Mapping[str, Path]) -> list[str]:
-    """Return the imports that do not go to a lower floor."""
+    """Return the imports that do not go to a lower layer."""
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
     found = set()
     for own, path in known.items():
@@ -139,11 +139,11 @@ def upward_imports(known: Mapping[str, Path]) -> list[str]:
 
 
 def circles(known: Mapping[str, Path]) -> list[str]:
-    """Return the circles of imports between modules, also of those inside functions."""
+    """Return the import cycles between modules, including imports inside functions."""
     graph: dict[str, set[str]] = defaultdict(set)
     for own, path in known.items():
         for imported, _ in imports_of(path, known):
-            # A package's face gathers its modules, which may import each other.
+            # A package's `__init__` gathers its modules, which may import each other.
             if imported in known and not own.startswith(f"{imported}."):
                 graph[own].add(imported)
     done: set[str] = set()

@@ -3,10 +3,10 @@
     python3 benchmarks/tree_noise.py
 
 Digits, 100 clients in four groups of labels, 30 % of the devices five times slower, logistic
-regression; each client contributes some updates. Who takes part in which version does not depend on
-the noise: a first run notes it, and the multipliers of both kinds of noise are those at which the
-client that spends most spends ε. `predicted` is the ratio of the variances that their noise has
-summed up to in the last version.
+regression; each client contributes some updates. Which clients take part in which version does not
+depend on the noise: a first run notes it, and the multipliers of both kinds of noise are set so
+that the largest ε of any client is the given one. `predicted` is the ratio of the summed variances
+of the two kinds of noise in the last version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CASES: Mapping[str, Mapping[str, object]] = {
 
 
 class Versions(Feature):
-    """Notes the version that each update becomes part of: a feature of one's own."""
+    """A feature that notes the version which each update becomes part of."""
 
     leaves: ClassVar[dict[str, dict[int, float]]] = {}
     count = 0
@@ -43,7 +43,7 @@ class Versions(Feature):
     def on_applied(
         self, updates: Sequence[Update], outcomes: Sequence[Outcome], context: FeatureContext
     ) -> None:
-        """Note an update; updates in the buffer count in the version that it becomes."""
+        """Note an update; buffered updates count for the version that they become part of."""
         (model,) = context.clusters.models.values()
         for update, outcome in zip(updates, outcomes, strict=True):
             leaf = model.version - 1 if model.version > Versions.count else model.version
@@ -65,12 +65,12 @@ def accuracy(keys: Mapping[str, object], updates: int, seed: int) -> float:
 def compared(
     keys: Mapping[str, object], updates: int, seed: int, mu: float
 ) -> tuple[int, float, float, float]:
-    """Note who takes part in which version; return versions, multipliers, and the ratio.
+    """Note which clients take part in which version; return versions, multipliers, and the ratio.
 
     Parameters
     ----------
     mu : float
-        What the client that spends most may spend.
+        Privacy budget of the client that spends most.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def compared(
     accuracy(noted, updates, seed)
     versions = Versions.count
     height = max(1, math.ceil(math.log2(versions)))
-    # Independent noise follows the largest weight of each version.
+    # Independent noise is scaled to the largest weight of each version.
     by_leaf: dict[int, float] = {}
     for own in Versions.leaves.values():
         for leaf, weight in own.items():

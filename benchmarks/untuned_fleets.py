@@ -1,11 +1,11 @@
-"""Ten kinds of fleets beside the suite: clients with (Fashion-)MNIST at 14x14 pixels.
+"""Ten kinds of fleets that were not used for tuning: (Fashion-)MNIST at 14x14 pixels.
 
     raceme compare --suite benchmarks/untuned_fleets.toml --data-root data
     raceme compare --suite benchmarks/unlike_clients.toml --data-root data
 
-A client has 100 training and 50 test samples unless its kind says otherwise. Groups that conflict
-have permuted labels, each its own. The second suite has three more kinds: each client has labels,
-or a shift and a contrast of its images, of its own, or one class as 80 % of its samples.
+A client has 100 training and 50 test samples unless its kind says otherwise. Conflicting groups
+have permuted labels, each its own permutation. The second suite has three more kinds: each client
+has its own labels, or its own shift and contrast of images, or one class as 80 % of its samples.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ GROUPS |= {"hierarchy": 6, "noise": 2, "own-labels": 24, "own-images": 24, "domi
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """What the clients of a fleet have."""
+    """Settings of the clients' data."""
 
     kind: str = option("four", "what the clients have", among=tuple(GROUPS))
     images: str = option("mnist", "what they are drawn from", among=("mnist", "fashion-mnist"))
@@ -95,7 +95,7 @@ class Fleet(Source):
 
 
 def groups_of(kind: str, clients: int) -> list[int]:
-    """Return each client's group: in turn, but for one of 30 clients and others of two."""
+    """Return each client's group: in turn; for ``giant`` one of 30 clients and others of two."""
     if kind == "giant":
         return [0 if client < 30 else 1 + (client - 30) // 2 for client in range(clients)]
     return [client % GROUPS[kind] for client in range(clients)]
@@ -108,7 +108,7 @@ def permutations_of(kind: str, rng: np.random.Generator) -> Sequence[Indices]:
         return [same] * GROUPS[kind]
     if kind != "hierarchy":
         return [rng.permutation(CLASSES) for _ in range(GROUPS[kind])]
-    # Two tasks, each with three variants, in which two pairs of labels are exchanged, or none.
+    # Two tasks with three variants each: the original, and two with one pair of labels exchanged.
     tasks = [rng.permutation(CLASSES) for _ in range(2)]
     found = []
     for group in range(GROUPS[kind]):
@@ -126,7 +126,7 @@ def _slow(number: int, seed: int) -> list[float]:
 
 
 def late(clients: int, seed: int) -> list[Device]:
-    """Devices of which the third and fourth of every four appear at 12 s."""
+    """Devices of which the third and fourth of every four join at 12 s."""
     return [
         Device(seconds, jitter=0.1, online=((12.0, np.inf),) if client % 4 > 1 else ())
         for client, seconds in enumerate(_slow(clients, seed))
@@ -134,7 +134,7 @@ def late(clients: int, seed: int) -> list[Device]:
 
 
 def leaving(clients: int, seed: int) -> list[Device]:
-    """Devices of which every other two of four are away from 6 to 18 s."""
+    """Devices of which two of every four are offline from 6 to 18 s."""
     away = ((0.0, 6.0), (18.0, np.inf))
     return [
         Device(seconds, jitter=0.1, online=away if client // 4 % 2 else ())

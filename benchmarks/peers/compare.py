@@ -1,13 +1,13 @@
-"""Raceme beside other frameworks: the same federated training, each in its own environment.
+"""Compare Raceme with other frameworks: the same federated training, each in its own environment.
 
     python3 benchmarks/peers/compare.py --data-root data --cache ~/.cache/raceme-peers
     python3 benchmarks/peers/compare.py --data-root data --cache ... --only raceme,flower --idle
 
-Every way of running a framework is one process at a time, in turns, `--turns` of them. Times are
-taken inside of it, from the end of the first round on: imports, data and the start of workers do
-not count. Beside the time stand the processor time, which other programs on the machine change
-less, the accuracy on MNIST's test images as a sign that the same has been done, and the most memory
-that all processes together had. With `--json FILE` turns are added to those that the file holds.
+Each way of running a framework is started alone, in `--turns` turns. Its script measures the time
+from the end of the first round on, so that imports, data and the start of workers do not count. The
+table also has the processor time, which other load affects less, the accuracy on MNIST's test
+images as a check that the work was the same, and the peak of memory of all processes together. With
+`--json FILE` turns are added to those in the file.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Way:
     Attributes
     ----------
     label : str
-        What the table calls it.
+        Name in the table.
     name : str
-        Of its environment.
+        Name of its environment.
     method : str
         ``"fedavg"``, ``"fedasync"`` or ``"idle"``.
     processes, threads : int
         Processes that train, and torch's threads in each.
     script : str
-        Where it is not ``on_<name>.py``.
+        Script, if it is not ``on_<name>.py``.
     environment : dict
-        Further variables.
+        Additional environment variables.
     """
 
     label: str
@@ -61,7 +61,7 @@ class Way:
 
 
 def ways(cores: int, threaded: bool) -> list[Way]:
-    """Return all ways; `threaded`: also those in which torch's threads share one client's step."""
+    """Return all ways; `threaded` adds those in which torch's threads share one client's step."""
     listed = []
     for method in ("fedavg", "fedasync"):
         listed += [
@@ -97,7 +97,7 @@ def idle_ways(cores: int) -> list[Way]:
 
 
 class Memory(threading.Thread):
-    """Watches the memory of a process and all that it has started: shared pages count once."""
+    """Watches the memory of a process and its descendants; shared pages count once."""
 
     def __init__(self, process: int, seconds: float = 1.0) -> None:
         super().__init__(daemon=True)
@@ -105,7 +105,7 @@ class Memory(threading.Thread):
         self._root, self._seconds, self._ended = process, seconds, threading.Event()
 
     def run(self) -> None:
-        """Look until the process has ended."""
+        """Sample until the process has ended."""
         while not self._ended.wait(self._seconds):
             total, count = 0, 0
             for process in descendants(self._root):
@@ -117,13 +117,13 @@ class Memory(threading.Thread):
             self.processes = max(self.processes, count)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._ended.set()
         self.join()
 
 
 def descendants(root: int) -> set[int]:
-    """Return a process and all that stem from it."""
+    """Return a process and all its descendants."""
     children = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -180,7 +180,7 @@ def measure(way: Way, python: Path, options: argparse.Namespace) -> dict[str, An
             raise RuntimeError(f"not done after {options.limit:g} s") from None
         finally:
             memory.end()
-            # Too late, or interrupted: nothing that was started here goes on.
+            # On a timeout or interrupt, no process that was started here may survive.
             for process in descendants(ended.pid) if ended.poll() is None else ():
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
@@ -201,7 +201,7 @@ def measure(way: Way, python: Path, options: argparse.Namespace) -> dict[str, An
 
 
 def table(turns: list[dict[str, Any]], failures: dict[str, str]) -> str:
-    """Return the results as a table in Markdown, the fastest of a method first."""
+    """Return the results as a Markdown table, the fastest of each method first."""
     rows = defaultdict(list)
     for turn in turns:
         rows[turn["method"], turn["label"], turn["processes"], turn["threads"]].append(turn)

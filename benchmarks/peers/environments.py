@@ -2,8 +2,8 @@
 
     python3 benchmarks/peers/environments.py --cache ~/.cache/raceme-peers
 
-`compare.py` does so for what it needs. A requirements file holds all that was installed beside a
-framework when it was measured. torch's CPU build comes from pip's index of it, if one is set:
+`compare.py` calls this for what it needs. A requirements file pins all packages of the environment
+in which a framework was measured. torch's CPU build comes from its own index, if one is set:
 
     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu python3 benchmarks/peers/...
 """
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Source:
-    """Code that no registry has: a repository at a commit."""
+    """Code that is in no registry: a repository at a commit."""
 
     url: str
     commit: str
@@ -43,7 +43,7 @@ class CannotInstallError(Exception):
 
 
 def python_of(name: str, cache: Path) -> Path:
-    """Return the interpreter of an environment, which is made if it is not there.
+    """Return the interpreter of an environment, which is created if it is missing.
 
     Raises
     ------
@@ -58,7 +58,8 @@ def python_of(name: str, cache: Path) -> Path:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
-    # All is listed, so that nothing is resolved: a library's own idea of torch is not asked.
+    # All requirements are pinned: --no-deps keeps a framework's own torch requirement from
+    # mattering.
     install = [str(python), "-m", "pip", "install", "--no-deps", "--quiet"]
     _run([*install, "--disable-pip-version-check", "-r", str(requirements)])
     made_from.write_text(requirements.read_text())
@@ -66,7 +67,7 @@ def python_of(name: str, cache: Path) -> Path:
 
 
 def source_of(name: str, cache: Path) -> Path:
-    """Return the folder with a framework's code, which is cloned if it is not there.
+    """Return the folder with a framework's code, which is cloned if it is missing.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The ClientApps of `on_flower.py`, in a module that Flower's Ray workers import once each."""
+"""The ClientApps of `on_flower.py`, in a module that Flower's Ray workers import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ training, idle = ClientApp(), ClientApp()
 
 @cache
 def held() -> list[tuple[Tensor, Tensor]]:
-    """Return all clients' samples, read once in each process."""
+    """Return all clients' samples, read once per process."""
     torch.set_num_threads(1)
     return work.clients(Path(os.environ[DATA_ROOT]))
 
@@ -42,7 +42,7 @@ def train(message: Message, context: Context) -> Message:
 
 @idle.train()
 def send_back(message: Message, context: Context) -> Message:
-    """Send the received model back."""
+    """Echo the received model."""
     return _reply(message, message.content["arrays"])
 
 

@@ -16,7 +16,7 @@ SOURCE = "PEERS_SOURCE"
 
 
 def main() -> None:
-    """Do the work."""
+    """Run the benchmark."""
     job, watch = work.start()
     held = work.clients(job.data_root)
     os.chdir(os.environ[SOURCE])
@@ -24,7 +24,7 @@ def main() -> None:
     import alg.base
     from alg import fedasync, fedavg
 
-    # It reads a file of each client in one process as well; the samples are handed over instead.
+    # AFL-Lib would read a file per client; the samples are passed in memory instead.
     alg.base.read_client_data = lambda dataset, number, is_train: (
         list(zip(*held[number], strict=True)) if is_train else None
     )
@@ -49,7 +49,8 @@ def main() -> None:
     )
     parties = [method.Client(number, args) for number in range(work.CLIENTS)]
     for party in parties:
-        # Momentum 0.9 and weight decay are written into its clients: all others train without.
+        # AFL-Lib's clients hard-code momentum 0.9 and weight decay; the other frameworks use
+        # neither.
         party.optim = torch.optim.SGD(party.model.parameters(), lr=work.LEARNING_RATE)
     server = method.Server(0, args, parties)
     at_a_time = work.PER_ROUND if job.method == "fedavg" else 1

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import work  # first: it prepares for torchvision
+import work  # first: it replaces torchvision
 from appfl.agent.sim_client import SimClientAgent
 from appfl.agent.sim_server import SimServerAgent
 from appfl.vsim import AsyncSimDriver, ClientProfile, SyncSimDriver
@@ -32,7 +32,7 @@ def configuration(job: work.Job) -> DictConfig:
         "train_batch_size": work.BATCH,
         "train_data_shuffle": True,
         "do_validation": False,
-        # It measures the accuracy on what it has trained on, and does without in no case.
+        # APPFL always computes a metric on the training data, and requires one.
         "metric_path": work.__file__,
         "metric_name": "share_right",
     }
@@ -58,14 +58,14 @@ def configuration(job: work.Job) -> DictConfig:
 
 
 class Client(SimClientAgent):
-    """APPFL's client without its table of a line per training."""
+    """APPFL's client without its per-training table."""
 
     def _create_logger(self) -> None:
         self.logger = Quiet()
 
 
 class Quiet(logging.LoggerAdapter):
-    """Writes nothing."""
+    """A logger that writes nothing."""
 
     def __init__(self) -> None:
         super().__init__(logging.getLogger("none"))
@@ -77,7 +77,7 @@ class Quiet(logging.LoggerAdapter):
 
 
 def main() -> None:
-    """Do the work."""
+    """Run the benchmark."""
     job, watch = work.start()
     config = configuration(job)
     server = SimServerAgent(copy.deepcopy(config), num_clients=work.CLIENTS)
@@ -86,7 +86,7 @@ def main() -> None:
         for number, (x, y) in enumerate(work.clients(job.data_root))
     ]
     for agent in agents:
-        # The client makes a configuration of its own, without this key.
+        # The client builds its own configuration, which lacks this key.
         agent.optimize_memory = AS_SHIPPED in os.environ
     profiles = {f"{number}": ClientProfile() for number in range(work.CLIENTS)}
     told, done = server.global_update, 0

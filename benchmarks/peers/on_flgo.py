@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import work  # first: it prepares for torchvision
+import work  # first: it replaces torchvision
 
 import flgo  # isort: skip
 import flgo.algorithm.fedasync
@@ -19,7 +19,7 @@ from flgo.utils.fmodule import FModule
 
 
 class Net(FModule):
-    """The network as FLGo's kind of module."""
+    """The network as an FLGo module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class Net(FModule):
 
 
 class Model:
-    """What FLGo asks for a model."""
+    """The model interface that FLGo requires."""
 
     @staticmethod
     def init_local_module(party: Any) -> None:
-        """Give a client nothing."""
+        """A client needs no module of its own."""
 
     @staticmethod
     def init_global_module(party: Any) -> None:
@@ -45,21 +45,21 @@ class Model:
 
 
 class Silent(BasicLogger):
-    """Evaluates and writes nothing."""
+    """A logger that neither evaluates nor writes."""
 
     def log_once(self, *args: Any, **kwargs: Any) -> None:
         """Evaluate nothing."""
 
 
 def main() -> None:
-    """Do the work."""
+    """Run the benchmark."""
     job, watch = work.start()
-    # torch 2.13 asks this of a subclass that overrides `__getitem__`.
+    # torch 2.13 calls `__getitems__` of a subclass that overrides `__getitem__`.
     FromDatasetPipe.TaskDataset.__getitems__ = lambda self, indices: [
         self[index] for index in indices
     ]
     task = job.folder / "mnist-iid"
-    # Its own reader takes the images one by one out of torchvision's data set.
+    # FLGo's own reader takes the images one by one from torchvision's dataset.
     flgo.benchmark.data_root = str(job.folder / "raw")
     own = job.folder / "raw" / "MNIST"
     own.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def main() -> None:
             "batch_size": work.BATCH,
             "learning_rate": work.LEARNING_RATE,
             "momentum": 0.0,
-            # Of its 600 images a client keeps a tenth for validation.
+            # A client keeps a tenth of its 600 images for validation.
             "train_holdout": 60.5 / 600,
             "num_parallels": job.processes,
             "parallel_type": "p",

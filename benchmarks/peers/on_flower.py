@@ -15,7 +15,7 @@ from flwr.simulation import run_simulation
 
 
 class Timed(FedAvg):
-    """Flower's FedAvg that takes the time after each round."""
+    """Flower's FedAvg that notes the time after each round."""
 
     watch: work.Watch
     done = 0
@@ -32,7 +32,7 @@ class Timed(FedAvg):
 
 
 def main() -> None:
-    """Do the work."""
+    """Run the benchmark."""
     job, watch = work.start()
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
     os.environ[flower_client.DATA_ROOT] = str(job.data_root)

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 
 class Net(torch.nn.Module):
-    """The network with what pfl asks of one: its loss and its metrics."""
+    """The network with the loss and metrics that pfl requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class Net(torch.nn.Module):
 
 
 def main() -> None:
-    """Do the work."""
+    """Run the benchmark."""
     job, watch = work.start()
     held = work.clients(job.data_root)
 
     def user(number: int) -> Dataset:
-        # A mini-batch is a slice, so that shuffling is the data set's: as in pfl's own examples.
+        # As in pfl's examples: mini-batches are slices, so the dataset has to be shuffled here.
         order = torch.from_numpy(np.random.permutation(work.SAMPLES))
         x, y = held[number]
         return Dataset([x[order], y[order]])

@@ -1,6 +1,6 @@
 """Plato: a server and a process for each client of a round, over sockets on this machine.
 
-A round has as many clients as processes are asked for: with ten, all would wait for two cores.
+A round has as many clients as `--processes`, since ten processes would compete for two cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ results: {{types: "round, elapsed_time"}}
 
 
 def main() -> None:
-    """Do the work."""
+    """Run the benchmark."""
     job, watch = work.start()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -46,7 +46,7 @@ def main() -> None:
             port=port,
         )
     )
-    # Plato reads the command line at its import, in every process anew.
+    # Plato parses the command line when it is imported, in every process.
     sys.argv[1:] = ["-c", str(configuration), "-b", str(job.folder), "-u", "-l", "error"]
     import plato_parties
 

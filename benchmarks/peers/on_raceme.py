@@ -22,11 +22,11 @@ NEVER = 10**9
 
 
 def people(job: work.Job) -> Path:
-    """Write the clients' samples as anybody's are given to Raceme: a file for each."""
+    """Write the clients' samples in the format of a user's own data: one file per client."""
     folder = job.folder / "clients"
     folder.mkdir(exist_ok=True)
     for number, (x, y) in enumerate(work.clients(job.data_root)):
-        # One image is held out: a client that tests nothing is unknown here.
+        # One image is held out, as Raceme requires a test sample of each client.
         held_out = np.arange(len(y) + 1) == len(y)
         np.savez(
             folder / f"{number}.npz",
@@ -38,7 +38,7 @@ def people(job: work.Job) -> Path:
 
 
 def train(job: work.Job, watch: work.Watch) -> None:
-    """Run a method on the 100 clients; evaluate nothing on the way."""
+    """Run a method on the 100 clients, without evaluations."""
     updates = work.PER_ROUND * job.rounds
     share = work.PER_ROUND / work.CLIENTS
     options = (
@@ -86,7 +86,7 @@ def train(job: work.Job, watch: work.Watch) -> None:
 
 
 def idle(job: work.Job, watch: work.Watch) -> None:
-    """Send the model to clients that send it back."""
+    """Send the model to clients that echo it."""
     sys.path.append(str(Path(__file__).parents[1]))
     from flwr.app import ArrayRecord
     from overhead import idle_app

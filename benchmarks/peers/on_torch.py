@@ -1,4 +1,4 @@
-"""A loop in torch that knows no framework: FedAvg, client after client, in one process."""
+"""A plain torch loop without a framework: FedAvg, client after client, in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 
 def main() -> None:
-    """Do the work."""
+    """Run the benchmark."""
     job, watch = work.start()
     held, server = work.clients(job.data_root), work.network()
     generator = torch.Generator().manual_seed(0)

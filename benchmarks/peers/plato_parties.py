@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import work  # first: it prepares for torchvision
+import work  # first: it replaces torchvision
 from plato.clients import simple
 from plato.datasources import base
 from plato.servers import fedavg
@@ -18,11 +18,11 @@ DATA_ROOT = "PEERS_DATA_ROOT"
 
 
 class Images(base.DataSource):
-    """All clients' images, of which Plato's sampler gives each client its part."""
+    """All clients' images, from which Plato's sampler draws each client's part."""
 
     def __init__(self) -> None:
         super().__init__()
-        # A process for each core.
+        # One process per core.
         torch.set_num_threads(1)
         x, y = zip(*work.clients(Path(os.environ[DATA_ROOT])), strict=True)
         self.trainset = TensorDataset(torch.cat(x), torch.cat(y))
@@ -33,12 +33,12 @@ class Images(base.DataSource):
 
 
 class Server(fedavg.Server):
-    """Plato's server that takes the time after each round."""
+    """Plato's server that notes the time after each round."""
 
     watch: work.Watch
 
     async def wrap_up(self) -> None:
-        """End a round; after the last one the result is written, as the process then exits."""
+        """End a round; after the last one write the result, because the process then exits."""
         job = self.watch.job
         done = self.current_round * job.processes
         self.watch.note(done)

@@ -1,7 +1,7 @@
 """The work that every framework is given, and how it is timed.
 
-A script ``on_*.py`` has one framework do it in an environment where Raceme need not exist, so that
-this module needs numpy and torch only. The network is that of PyTorch's MNIST example without its
+Each script ``on_*.py`` does it with one framework, in an environment without Raceme, so that this
+module needs numpy and torch only. The network is that of PyTorch's MNIST example without its
 dropout, 21,840 weights; each of 100 clients has 540 images and trains one epoch in mini-batches of
 10 with plain SGD; ten clients make a round.
 """
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# torchvision that was built for CUDA, beside torch that was not, fails at its import for operators
-# that this benchmark does not need.
+# A torchvision built for CUDA fails to import beside a CPU build of torch, because of operators
+# that this benchmark does not use.
 sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("none"))
 
 CLIENTS = 100
@@ -42,16 +42,16 @@ _MEAN, _DEVIATION = 0.1307, 0.3081
 
 @dataclass(frozen=True)
 class Job:
-    """What the command line asks of a script.
+    """Command line of a script.
 
     Attributes
     ----------
     method : str
-        ``"fedavg"``, ``"fedasync"``, or ``"idle"``: a client that sends back what it gets.
+        ``"fedavg"``, ``"fedasync"``, or ``"idle"``: clients that echo the model.
     data_root : Path
         The folder with ``MNIST/raw``.
     folder : Path
-        For whatever the framework writes.
+        The framework's working folder.
     updates : int
         Number of updates that are timed, a multiple of a round's; one round more goes before.
     processes : int
@@ -87,7 +87,7 @@ class Watch:
         self._started = self._ended = (0, 0.0, 0.0)
 
     def note(self, updates: int) -> None:
-        """Take the time: so many updates have reached the server's model."""
+        """Note the time, with the number of updates in the server's model so far."""
         if updates <= self.job.warm_up or updates >= self.job.warm_up + self.job.updates:
             self._ended = (updates, time.perf_counter(), processor_seconds())
         if updates <= self.job.warm_up:
@@ -133,7 +133,7 @@ def start() -> tuple[Job, Watch]:
 
 
 def processor_seconds() -> float:
-    """Return the processor time of this process and all that it has started, ended ones too."""
+    """Return the processor time of this process and all its descendants, also ended ones."""
     times, parents = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

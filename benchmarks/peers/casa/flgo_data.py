@@ -1,4 +1,4 @@
-"""The digits and the network as FLGo reads them: the configuration file of a benchmark."""
+"""Configuration file of an FLGo benchmark: the digits and the network."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a user of another framework writes in any of them: the data, CASA, a figure.
+"""Code shared by all frameworks' versions: the data, CASA, a figure.
 
 40 clients in four groups of disjoint labels, of scikit-learn's digits; CASA by the formulas of its
 paper (Liu et al., KDD 2024), whole models compared, without landmarks, bounds, budget or churn.
@@ -58,7 +58,7 @@ def clients(seed: int) -> tuple[list[Data], list[int]]:
 
 
 def network() -> nn.Sequential:
-    """Make the network, always with the same weights."""
+    """Make the network, with the same weights each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
@@ -71,7 +71,7 @@ def slowness(seed: int) -> NDArray[np.float64]:
 
 
 class CASA:
-    """Clusters, and what decides about them."""
+    """The clusters and the rules that form them."""
 
     def __init__(self, vector: Tensor) -> None:
         self.models, self.versions, self.updates = [vector.clone()], [0], 0
@@ -144,7 +144,7 @@ def accuracy(data: list[Data], casa: CASA) -> float:
 
 
 def report(curve: list[tuple[float, float]], casa: CASA, groups: list[int], picture: str) -> None:
-    """Draw the figure, and print accuracy, clusters, and the share in their cluster's group."""
+    """Draw the figure, and print accuracy, clusters, and purity."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -32,7 +32,7 @@ SECOND = 20
 """Units of FLGo's clock, which counts in whole ones."""
 slow = method.slowness(seed)
 random.seed(seed)
-# torch 2.13 asks this of a subclass that overrides `__getitem__`.
+# torch 2.13 calls `__getitems__` of a subclass that overrides `__getitem__`.
 FromDatasetPipe.TaskDataset.__getitems__ = lambda self, indices: [self[index] for index in indices]
 
 
@@ -68,7 +68,7 @@ class Server(AsyncServer):
         self.curve: list[tuple[float, float]] = []
 
     def sample(self) -> list[int]:
-        """Let every client work that does not."""
+        """Return all idle clients."""
         return [number for number in range(method.CLIENTS) if number not in self.concurrent_clients]
 
     def pack(self, client: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Server(AsyncServer):
         return {"model": model}
 
     def package_handler(self, received: dict[str, Any]) -> bool:
-        """Take in the updates that arrive at this moment, one after another."""
+        """Take in the updates that arrive at the same time, one after another."""
         if self.is_package_empty(received):
             return False
         for client, model in zip(received["__cid"], received["model"], strict=True):
@@ -100,7 +100,7 @@ class Client(BasicClient):
 os.chdir(folder := tempfile.mkdtemp())
 sys.path.insert(0, folder)
 benchmark = flgo.gen_benchmark_from_file("digits", flgo_data.__file__)
-# Its picture of the clients' labels takes minutes here.
+# FLGo's plot of the clients' labels would take minutes.
 importlib.import_module(benchmark).visualize = lambda *args: None
 flgo.gen_task({"benchmark": benchmark, "partitioner": Partitioner()}, task_path="task")
 runner = flgo.init(

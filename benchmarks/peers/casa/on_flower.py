@@ -1,4 +1,4 @@
-"""CASA in plain Flower: a ServerApp with a clock of its own: ``on_flower.py SEED PICTURE``."""
+"""CASA in plain Flower: a ServerApp with its own clock: ``on_flower.py SEED PICTURE``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ server = ServerApp()
 
 @server.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Take in one reply after another, in the order of virtual time."""
+    """Take in replies one by one, in the order of virtual time."""
     data, groups = method.clients(seed)
     slow, rng = method.slowness(seed), np.random.default_rng(seed)
     casa = method.CASA(torch.nn.utils.parameters_to_vector(method.network().parameters()).detach())
