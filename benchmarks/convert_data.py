@@ -384,10 +384,14 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for a file per client")
     parser.add_argument("--clients", type=int, help="number of clients, the dataset's by default")
     parser.add_argument("--test-fraction", type=float, default=0.2)
-    parser.add_argument("--seed", type=int, default=0, help="decides which client has what")
-    parser.add_argument("--origins", default="mnist,usps", help="groups; + joins sets to one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the assignment to clients")
+    parser.add_argument(
+        "--origins", default="mnist,usps", help="sets of the groups; + joins several"
+    )
     parser.add_argument("--hours", type=int, default=24, help="beijing-air: hours of a window")
-    parser.add_argument("--length", type=int, default=80, help="shakespeare: characters")
+    parser.add_argument(
+        "--length", type=int, default=80, help="shakespeare: characters of a sample"
+    )
     parser.add_argument("--step", type=int, help="hours (3) or characters (80) between samples")
     parser.add_argument("--period", choices=MONTHS, default="season", help="beijing-air: periods")
     arguments = parser.parse_args()

@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--updates", type=int, default=1500)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--eval-every", type=int, help="updates; as many as clients by default")
+    parser.add_argument("--eval-every", type=int, help="updates between two (default: clients)")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -341,16 +341,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-root", help="folder of the datasets")
     parser.add_argument("--synthetic", action="store_true", help="random samples, without files")
-    parser.add_argument("--quick", action="store_true", help="a small form of all, synthetic")
+    parser.add_argument("--quick", action="store_true", help="reduced, synthetic version")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--precision", default="float32", choices=("float32", "tf32", "bf16"))
-    parser.add_argument("--workers", type=int, default=16, help="worker processes beside")
+    parser.add_argument("--workers", type=int, default=16, help="worker processes to compare")
     parser.add_argument("--clients", type=int, default=0, help="clients at most (0: no limit)")
-    parser.add_argument("--only", default="", help="words of names, e.g. MNIST,ResNet")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    parser.add_argument("--test-seconds", type=float, default=90.0, help="of the tests; 0: none")
+    parser.add_argument("--only", default="", help="words in case names: MNIST,...")
+    parser.add_argument("--seconds", type=float, default=8.0, help="per measurement")
+    parser.add_argument("--test-seconds", type=float, default=90.0, help="for the tests; 0: skip")
     parser.add_argument(
-        "--minutes", type=float, default=5.0, help="of all; what is late is left out"
+        "--minutes", type=float, default=5.0, help="total time; later measurements are skipped"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -155,7 +155,9 @@ def measure(kind: str, clients: int, seconds: float, size: int) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--bytes", type=int, default=88_000, help="of each call, either way")
+    parser.add_argument(
+        "--bytes", type=int, default=88_000, help="bytes of each call, in each direction"
+    )
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--json", type=Path, help="write the numbers here too")

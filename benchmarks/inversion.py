@@ -122,7 +122,7 @@ def main() -> None:
     """Attack some clients, print the table, and draw the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dataset", default="")
-    parser.add_argument("--data-root", default="", help="folder with MNIST; else digits are taken")
+    parser.add_argument("--data-root", default="", help="folder with MNIST; default: the digits")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--smooth", type=float, default=1e-3)

@@ -102,7 +102,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100_000)
     parser.add_argument("--updates", type=int, default=200_000)
     parser.add_argument("--parameters", type=int, default=22_000)
-    parser.add_argument("--concurrency", type=int, default=0, help="clients at work; 0: all")
+    parser.add_argument(
+        "--concurrency", type=int, default=0, help="clients working at once; 0: all"
+    )
     parser.add_argument("--methods", default="fedasync,casa,panicle")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

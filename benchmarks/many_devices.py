@@ -341,11 +341,13 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--server", nargs="+", choices=["serve", "superlink"], default=["serve"])
-    parser.add_argument("--weights", type=int, default=0, help="of the model in each message")
+    parser.add_argument(
+        "--weights", type=int, default=0, help="weights of the model in each message"
+    )
     parser.add_argument("--devices", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--think", type=float, default=0.0, help="seconds of work on a message")
-    parser.add_argument("--join", type=float, default=0.0, help="seconds over which they come")
+    parser.add_argument("--join", type=float, default=0.0, help="seconds over which devices join")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     parser.add_argument("--superlink", help=argparse.SUPPRESS)
     parser.add_argument("--listen", help=argparse.SUPPRESS)
@@ -370,7 +372,7 @@ def main() -> None:
         text = json.dumps({"processors": os.cpu_count(), **results}, indent=2)
         arguments.json.write_text(text + "\n")
     if any(one["lost"] or one["wrong"] or one["repeated"] for one in results.values()):
-        raise SystemExit("something was lost")
+        raise SystemExit("messages were lost")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-root", default="data")
     parser.add_argument("--datasets", default="digits,mnist")
-    parser.add_argument("--runs", type=int, default=10, help="of each method and dataset")
+    parser.add_argument("--runs", type=int, default=10, help="runs of each method and dataset")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     table = Table("dataset", "method", "newcomers", "placed right", "others moved")

@@ -266,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="+", help=", ".join([*CASES, *GROUPS]))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--methods", default="", help="instead of the case's own")
+    parser.add_argument("--methods", default="", help="methods instead of the case's own")
     parser.add_argument("--updates", default="", help="client updates, instead of the case's own")
     parser.add_argument("--data-root", default="data")
     parser.add_argument("--set", action="append", default=[], help="e.g. panicle.forward=0")

@@ -235,19 +235,21 @@ def main() -> None:
     """Take turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-root", type=Path, required=True, help="a folder with MNIST/raw")
-    parser.add_argument("--cache", type=Path, required=True, help="for environments and scratch")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for environments")
     parser.add_argument("--only", default="", help="environments, comma-separated: raceme,flgo,...")
     parser.add_argument("--method", default="", help="fedavg or fedasync only")
-    parser.add_argument("--idle", action="store_true", help="clients that do nothing instead")
+    parser.add_argument("--idle", action="store_true", help="only clients that do nothing")
     parser.add_argument(
         "--threaded",
         action="store_true",
-        help="also with torch's threads on all cores, which wait for each other: not beside others",
+        help="also with torch's threads on all cores, which needs an otherwise idle machine",
     )
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--idle-updates", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds of one turn at most")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="time limit of a turn in seconds"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.cache, options.data_root = options.cache.resolve(), options.data_root.resolve()

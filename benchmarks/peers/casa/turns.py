@@ -90,7 +90,7 @@ def run(name: str, python: Path, seed: int, cache: Path, folder: Path) -> dict[s
 def main() -> None:
     """Take turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, required=True, help="for environments and scratch")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for environments")
     parser.add_argument("--only", default=",".join(FILES))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--json", type=Path)
