@@ -15,7 +15,7 @@ from raceme.training.clients import OwnData
 
 
 def grid_of(app: ClientApp, nodes: int = 10, seed: int = 0) -> VirtualGrid:
-    """A fleet in which the one device takes longer than the other."""
+    """A fleet of two devices, of which one is slower."""
     return VirtualGrid(
         app,
         [
@@ -32,7 +32,7 @@ def grid_of(app: ClientApp, nodes: int = 10, seed: int = 0) -> VirtualGrid:
 
 
 def app_with_kinds() -> ClientApp:
-    """The PyTorch app, with what the error of a method that needs more says to add."""
+    """The PyTorch app, extended by what the error message asks for if a method needs more."""
 
     def load(context: Context) -> OwnData:
         x, y = samples(context)
@@ -109,7 +109,7 @@ def write_quickstart(
     arguments: str = "fraction_train=0.5",
     module: str = "raceme.strategies",
 ) -> Path:
-    """Write the PyTorch quickstart as an app of its own; only the strategy is another."""
+    """Write the PyTorch quickstart as a Flower app in which only the strategy is replaced."""
     package = folder / "quickstart"
     package.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(PROJECT)

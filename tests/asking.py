@@ -1,4 +1,4 @@
-"""Messages to an executor, what their nodes know, and replies."""
+"""Messages to an executor, contexts of their nodes, and replies."""
 
 from __future__ import annotations
 

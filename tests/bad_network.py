@@ -1,4 +1,4 @@
-"""A bad network for one process: a TCP relay with delay, loss as TCP shows it, and cuts."""
+"""A bad network for one process: a TCP relay with delay, packet loss and cut connections."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SEGMENT = 1448
 
 @dataclass
 class BadNetwork:
-    """A relay on loopback, in a thread of its own.
+    """A relay on loopback, in its own thread.
 
-    Who sends over TCP never sees that a packet was lost: it comes later, and so does everything
-    behind it. A segment that is "lost" is held back by the sender's retransmission time-out,
-    twice as long if it is lost again.
+    TCP hides packet loss from its users: a lost packet, and everything behind it, arrives later. So
+    a segment that is "lost" here is delayed by the sender's retransmission timeout, and twice as
+    long if it is lost again.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class BadNetwork:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def open(self) -> None:
-        """Listen, and begin to cut."""
+        """Listen, and start to cut connections."""
         self._thread.start()
         self._run(self._listen())
 
@@ -84,7 +84,7 @@ class BadNetwork:
         if self.mean_life:
             self._cutter.cancel()
         self._abort_all()
-        # What is still on its way has nowhere to go: it is dropped when its time comes.
+        # Drop what is still in transit.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
 
@@ -94,7 +94,7 @@ class BadNetwork:
             await self._cut()
 
     async def _cut(self) -> None:
-        # A connection has two ends, and a writer for each.
+        # A connection has two ends, with a writer each.
         self.cuts += len(self._writers) // 2
         self._abort_all()
 
@@ -118,7 +118,7 @@ class BadNetwork:
                 end.transport.abort()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass one direction on, in order, until an end closes."""
+        """Forward one direction, in order, until an end closes."""
         on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         deliverer = asyncio.create_task(self._deliver(on_the_way, writer))
         arrival = 0.0
@@ -143,9 +143,9 @@ class BadNetwork:
         writer.close()
 
     def _retransmission(self) -> float:
-        """Return by how much longer a segment takes because it is lost, perhaps repeatedly."""
+        """Return the delay of a segment that is lost, perhaps repeatedly."""
         self.segments += 1
-        # The round trip, and the 200 ms that are the least that Linux waits beyond it.
+        # The round trip, and the 200 ms that Linux waits at least beyond it.
         timeout, seconds = 2 * self.delay + 0.2, 0.0
         while self._random.random() < self.loss:
             self.lost += 1
@@ -156,7 +156,7 @@ class BadNetwork:
 
 @contextmanager
 def bad_network(target: int, **terms: Any) -> Iterator[BadNetwork]:
-    """Offer a bad way to a port on this machine."""
+    """Yield a relay with a bad network to a port on this machine."""
     network = BadNetwork(target, **terms)
     network.open()
     try:

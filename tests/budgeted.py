@@ -1,4 +1,4 @@
-"""A sketch in the manner of CSAFL: groups by direction and latency, and windows with a budget."""
+"""A method similar to CSAFL: groups by direction and latency, and windows with a time budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUDGET, PICKED, GROUPS, STALEST, TIME_WEIGHT = 12.0, 6, 3, 4, 0.1
 
 @dataclass
 class BudgetedState:
-    """What pre-training has brought: each client's update and how long it took."""
+    """Results of pre-training: each client's update and its duration."""
 
     deltas: dict[str, Vector] = field(default_factory=dict)
     latency: dict[str, float] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class BudgetedState:
 
 
 class Windows(InWindows):
-    """Windows, the first of which ends with something of its own."""
+    """Windows with a callback at the end of the first one."""
 
     def __init__(self, budget: float, members: Any, first: Callable[[], None]) -> None:
         super().__init__(budget, members)
@@ -43,7 +43,7 @@ class Windows(InWindows):
 
 
 class Budgeted(Method):
-    """All pre-train in the first window; then a few of all work in each, in their groups."""
+    """All clients pre-train in the first window; then some of them train in each, in groups."""
 
     state_type = BudgetedState
     needs = Needs(bases=True)

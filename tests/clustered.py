@@ -29,7 +29,7 @@ TIMEOUT = 60.0
 
 
 def centre_losses(vectors: Sequence[Vector], proxy: int = 0) -> np.ndarray:
-    """A probe: how far models are from the centre of a group."""
+    """A probe whose losses are the distances of models from the centre of a group."""
     return np.array([[np.linalg.norm(vector - CENTRES[proxy])] for vector in vectors], np.float32)
 
 
@@ -37,7 +37,7 @@ centre_losses.sets = 3
 
 
 def three_groups() -> VirtualGrid:
-    """Twelve clients that pull in three directions, a quarter of them slow."""
+    """Twelve clients with targets in three directions, a quarter of them slow."""
     rng = np.random.default_rng(0)
     targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
     devices = [Device(seconds_per_round=5.0 if index % 4 == 0 else 1.0) for index in range(12)]
@@ -45,14 +45,14 @@ def three_groups() -> VirtualGrid:
 
 
 def run_on(strategy: Any, grid: VirtualGrid, num_rounds: int = 360) -> list[events.Event]:
-    """Run any strategy and return all that it reports."""
+    """Run a strategy and return all events."""
     seen: list[events.Event] = []
     strategy.run(grid, MODEL, num_rounds, plan=Plan(eval_every=60), observe=seen.append)
     return seen
 
 
 def found(strategy: Method) -> list[int]:
-    """Return how many clients there are of each group in each cluster."""
+    """Return the number of clients of each group in each cluster."""
     clients = strategy.progress.fleet.clients.values()
     return sorted(Counter((strategy.clusters.main(c.client_id), c.group) for c in clients).values())
 
@@ -62,7 +62,7 @@ def last_accuracy(seen: list[events.Event]) -> float:
 
 
 def with_clients(strategy: Any, count: int, size: int = 2) -> Any:
-    """A strategy with a model of zeros, whose clients have not been given anything yet."""
+    """A strategy with a model of zeros, whose clients have not been sent anything yet."""
     strategy._spec = ModelSpec(("weights",), ((size,),), ("float32",))
     strategy.initialize(np.zeros(size, np.float32))
     for index in range(count):
@@ -80,13 +80,13 @@ def with_statistics(strategy: Any, count: int) -> Any:
 
 
 def at_version(strategy: Any, version: int, cluster: int = 0) -> None:
-    """Make as if so many changes had gone into a model."""
+    """Set a model's version, as if it had been changed that often."""
     model = strategy.models[cluster]
     strategy.clusters.models[cluster] = Model(model.vector.copy(), version)
 
 
 def homes(strategy: Any) -> dict[str, int | None]:
-    """Return the cluster of each client; None for those that have none yet."""
+    """Return the cluster of each client; None for clients without one."""
     clusters = strategy.clusters
     return {c: clusters.main(c) if clusters.is_placed(c) else None for c in clusters.members}
 
@@ -99,7 +99,7 @@ def placed(seen: list[events.Event], change: events.ClusterChange) -> list[event
 def update(
     strategy: Any, client: str, *values: float, examples: int = 10, number: int | None = None
 ) -> Update:
-    """Give a client a task from its present model, and return its answer to it."""
+    """Send a client its present model, and return its answer."""
     cluster = strategy.clusters.main(client)
     version = strategy.models[cluster].version
     updates = strategy.progress.updates
@@ -119,7 +119,7 @@ def round_of(strategy: Any, *models: tuple[float, ...]) -> list[Any]:
 
 
 def step(strategy: Any, client: str, *values: float, examples: int = 10) -> Any:
-    """Let a client be given a task and answer it, as the event loop would."""
+    """Send a client a task and process its answer, as the event loop does."""
     one = update(strategy, client, *values, examples=examples)
     applied = strategy.applied([one])[0]
     strategy.close_task(one.task)
@@ -128,7 +128,7 @@ def step(strategy: Any, client: str, *values: float, examples: int = 10) -> Any:
 
 
 def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
-    """Save a strategy in the midst of a run, and see that the copy is the same and goes on."""
+    """Save a strategy during a run; the restored copy must have the same state, and continue."""
     strategy = method(parameters)
     run_on(strategy, three_groups(), 60)
     saved = copy.deepcopy(strategy.state_dict())
@@ -142,7 +142,7 @@ def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
     assert not any(isinstance(event, events.UpdateRejected) for event in seen)
     if isinstance(
         strategy.scheduling, InRounds
-    ):  # Between rounds nothing is under way that could get lost.
+    ):  # Between rounds no work is in flight that could be lost.
         whole = method(parameters)
         run_on(whole, three_groups(), 120)
         for part in ("clusters", "state", "bases"):
@@ -155,7 +155,7 @@ def whole(strategy: Method, grid: VirtualGrid) -> dict[str, Any]:
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree with its arrays as text, so that it can be compared."""
+    """Return a tree with its arrays as text, for comparison."""
     if isinstance(tree, dict):
         return {key: plain(value) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -5,24 +5,24 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# gRPC would otherwise act on every fork. Of a process in which it is in use, one in fifty never
-# becomes the program that it is for: a Ray cluster starts with such forks.
+# Otherwise gRPC handles every fork; about 1 in 50 forks of a process that uses it then hangs before
+# it starts its program, for instance a process of a Ray cluster.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
-# Imported here: its first import sets what the fixture below changes.
+# Imported here, because its first import sets the levels that the fixture below changes.
 import flwr.common.logger  # noqa: F401
 import hypothesis
 import pytest
 from forking import Commands, commands
 
-# On a busy machine an example takes longer than the 200 ms that are allowed by default.
+# The default deadline of 200 ms per example is too short on a busy machine.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
 def _logs_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `caplog` see all logs, also after a command of a test that has silenced them."""
+    """Let `caplog` see all logs, even after a command in a test has silenced them."""
     for name in ("flwr", "raceme"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     logging.getLogger("flwr").setLevel(logging.INFO)
@@ -30,7 +30,7 @@ def _logs_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _log_handlers_end_with_their_test() -> Iterator[None]:
-    """Take away what a command has logged with: later it would write to a closed file."""
+    """Remove handlers that a command has added, which would write to a closed file later."""
     loggers = [logging.getLogger(name) for name in (None, "raceme", "flwr")]
     before = [list(logger.handlers) for logger in loggers]
     yield
@@ -42,7 +42,7 @@ def _log_handlers_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what tests read out of the user's cache."""
+    """Keep data that tests read out of the user's cache."""
     folder: Path = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("RACEME_CACHE", str(folder))
 
@@ -71,10 +71,10 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest."""
+    """Start the test files that take longest first."""
     items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Use one process more than there are cores: many tests wait for other processes."""
+    """Use one process more than there are cores, as many tests wait for other processes."""
     return len(os.sched_getaffinity(0)) + 1

@@ -21,7 +21,7 @@ from raceme.core.events import (
 
 
 def joined(groups: dict[str, int | None]) -> list[Event]:
-    """Return the reports of clients that join the only cluster."""
+    """Return the events of clients that join the only cluster."""
     return [
         event
         for client, group in groups.items()
@@ -54,7 +54,7 @@ def split(time: float, parent: int, children: dict[int, tuple[str, ...]]) -> Clu
 
 
 def updates(clients: str, cluster: int, first: int) -> list[Event]:
-    """Return an update of each client in turn, one a second; faster clients come first."""
+    """Return updates of the clients in turn, one per second; faster clients come first."""
     return [
         UpdateApplied(
             seq,

@@ -1,4 +1,4 @@
-"""Plays attacks for some minutes, or one of them again."""
+"""Plays attacks for some minutes, or repeats one of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> int:
         seed, index = divmod(played, len(category.subjects))
         case = Case(category, category.subjects[index], options.seed + seed)
         finding = play(case, counts[name])
-        # Of one kind of finding one is shown: what differs from case to case are numbers.
+        # Similar findings differ in numbers only: one of each kind is shown.
         kind = finding.strip().rsplit("\n", 1)[-1][:60]
         if finding and kind not in kinds:
             kinds.add(kind)
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def next_category(counts: dict[str, Count]) -> str:
-    """Return the category that has had the least of its share of the time."""
+    """Return the category that has used the least of its share of the time."""
     return min(counts, key=lambda name: counts[name].seconds / CATEGORIES[name].share)
 
 

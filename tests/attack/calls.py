@@ -68,7 +68,7 @@ with grpc.insecure_channel(told["address"], options) as channel:
 
 
 def attack(subject: str, rng: random.Random, folder: Path) -> None:
-    """Play a case of a subject; a device is answered after it."""
+    """Play a case of a subject; afterwards a device must still be served."""
     globals()[f"_{subject}"](rng, folder)
 
 
@@ -96,7 +96,7 @@ def _has_come(server: Server, sent: str) -> None:
 
 
 def _refused(call: Callable[[], object], *codes: grpc.StatusCode) -> str:
-    """Assert that a call is refused with one of some codes; return the reason."""
+    """Assert that a call is refused with one of these codes; return the reason."""
     with pytest.raises(grpc.RpcError) as refused:
         call()
     assert refused.value.code() in codes, refused.value
@@ -105,14 +105,14 @@ def _refused(call: Callable[[], object], *codes: grpc.StatusCode) -> str:
 
 @contextmanager
 def _little_memory(most: int) -> Iterator[None]:
-    """Assert that this process, which is the server, never takes more than so many bytes."""
+    """Assert that the memory of this process, the server, grows by at most this many bytes."""
 
     def status(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
     gc.collect()
-    # The highest use is measured anew.
+    # Resets the peak of memory.
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     yield
@@ -121,7 +121,7 @@ def _little_memory(most: int) -> Iterator[None]:
 
 
 def _silence(rng: random.Random, folder: Path) -> None:
-    """500 connections that say nothing, or begin and never end."""
+    """500 connections that send nothing, or begin a call and never end it."""
     begun = (b"", b"P", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\nHost: ", b"\0" * 9)
     with _fleet(folder, generate_keys()) as (server, (link,)), ExitStack() as stack:
         for _ in range(500):
@@ -133,7 +133,7 @@ def _silence(rng: random.Random, folder: Path) -> None:
 
 
 def _send_bytes(address: str, path: str, size: int, gzip: bool, signer: Signer | None) -> str:
-    """Send a call with so many zeros from another process; return the status."""
+    """Send a call with a number of zeros from another process; return the status."""
     metadata = [] if signer is None else signer.metadata()
     told = [
         (name, b64encode(value).decode() if isinstance(value, bytes) else value)
@@ -157,7 +157,7 @@ def _paths(rng: random.Random) -> str:
 
 
 def _bombs(rng: random.Random, folder: Path) -> None:
-    """A quarter of a megabyte that unpacks to 256, of a stranger and of a registered device."""
+    """A quarter of a megabyte that unpacks to 256, from a stranger and a registered device."""
     keys = generate_keys()
     with _fleet(folder, keys) as (server, (link,)):
         for signer in (None, Signer(*generate_keys()), Signer(*keys)):
@@ -168,7 +168,7 @@ def _bombs(rng: random.Random, folder: Path) -> None:
 
 
 def _uploads(rng: random.Random, folder: Path) -> None:
-    """A gigabyte, over gRPC and over HTTP, of a stranger and of a registered device."""
+    """A gigabyte over gRPC and over HTTP, from a stranger and a registered device."""
     keys = generate_keys()
     with _fleet(folder, keys) as (server, (link,)):
         signer = rng.choice((None, Signer(*keys)))
@@ -206,7 +206,7 @@ def _post_gigabyte(address: str, signer: Signer | None, in_chunks: bool) -> str:
 
 
 def _answers(rng: random.Random, folder: Path) -> None:
-    """A registered device that answers a message to another one, however it puts it."""
+    """A registered device forges the answer to another device's message in several ways."""
     keys, own = generate_keys(), generate_keys()
     names = {public_key_to_bytes(one[1]): name for one, name in ((keys, "thief"), (own, "owner"))}
     with (
@@ -237,19 +237,19 @@ def _answers(rng: random.Random, folder: Path) -> None:
             if node != thief:
                 _refused(partial(stub.PushMessages, foreign), *_FOREIGN)
             else:
-                # As Flower does: taken, and not used.
+                # As in Flower, the call succeeds, and the answer is ignored.
                 stub.PushMessages(foreign)
         assert not list(server.grid.pull_messages([sent]))
         answer(owner, message)
         _has_come(server, sent)
-        # A second answer is none.
+        # A second answer to the same message is ignored.
         with suppress(grpc.RpcError):
             answer(owner, message)
         assert not list(server.grid.pull_messages([sent]))
 
 
 def _replays(rng: random.Random, folder: Path) -> None:
-    """What a device has said when it joined is said again, by another."""
+    """Another device replays the calls with which a device joined."""
     keys, other = generate_keys(), generate_keys()
     heard = dict(Signer(*keys).metadata())
     own, others = (public_key_to_bytes(one[1]) for one in (keys, other))
@@ -264,7 +264,7 @@ def _replays(rng: random.Random, folder: Path) -> None:
             again = partial(stub.RegisterNode, register, metadata=heard_again)
             for _ in range(rng.randint(1, 100)):
                 _refused(again, _Code.FAILED_PRECONDITION)
-            # Under another key, or for another node, it is nothing.
+            # The recorded signature is invalid with another key or for another node.
             mine = RegisterNodeFleetRequest(public_key=others)
             for metadata in (heard_again, forged):
                 _refused(partial(stub.RegisterNode, mine, metadata=metadata), *_FOREIGN)
@@ -277,7 +277,7 @@ def _replays(rng: random.Random, folder: Path) -> None:
 
 
 def _registrations(_rng: random.Random, folder: Path) -> None:
-    """2,000 nodes that are registered by one peer, and never come."""
+    """One peer registers 2,000 nodes that never connect."""
     with serving(folder) as server, grpc.insecure_channel(server.address) as channel:
         stub, node = FleetStub(channel), 0
         counts, sizes = [], []

@@ -29,11 +29,11 @@ class Category:
     name : str
         What it is called.
     subjects : Sequence[str]
-        What is attacked, in turn.
+        Subjects of the attacks, in turn.
     attack : Attack
         Plays a case.
     share : float
-        How much of the time it has, beside the others' shares.
+        Share of the time, relative to the other categories.
     """
 
     name: str
@@ -52,15 +52,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the case is played again by."""
+        """Argument of ``--case`` that repeats this case."""
         return f"{self.category.name}/{self.subject}/{self.seed}"
 
     def play(self) -> str:
-        """Play it; return what is broken, or nothing."""
+        """Play the case; return the finding, or an empty text."""
         with TemporaryDirectory(prefix="attack-") as folder:
             try:
                 self.category.attack(self.subject, random.Random(self.name), Path(folder))
-            # Whatever comes through is a finding.
+            # Any exception that is not expected is a finding.
             except (Exception, SystemExit):
                 found = traceback.format_exc(limit=-4)
                 return found if len(found) < _LONGEST else f"{found[:_LONGEST]} [...]"
@@ -69,7 +69,7 @@ class Case:
 
 @contextmanager
 def refused_in_a_line(*kinds: type[Exception]) -> Iterator[None]:
-    """Let what is inside be refused by a `UserError`, or an error of other kinds: in one line."""
+    """Expect a one-line refusal of the block's action: a `UserError`, or one of other kinds."""
     said = ""
     try:
         yield
@@ -81,7 +81,7 @@ def refused_in_a_line(*kinds: type[Exception]) -> Iterator[None]:
 
 @dataclass
 class Count:
-    """What became of the cases of a category."""
+    """Numbers of the cases of a category."""
 
     cases: int = 0
     found: int = 0
@@ -89,7 +89,7 @@ class Count:
 
 
 def play(case: Case, count: Count) -> str:
-    """Play a case and count it; return what is broken, or nothing."""
+    """Play a case and count it; return the finding, or an empty text."""
     started = perf_counter()
     finding = case.play()
     count.cases += 1

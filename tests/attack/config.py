@@ -1,4 +1,4 @@
-"""What users type: keys and values of a run, TOML files, lists of devices."""
+"""User input: keys and values of a run, TOML files, lists of devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FEW = {"dataset": "digits", "clients": 4, "workers": "0"}
 
 
 def attack(subject: str, rng: random.Random, folder: Path) -> None:
-    """Try many values; each is taken, or refused in a line."""
+    """Try many values; each is accepted, or refused in one line."""
     number = rng.randrange(2**32)
 
     @seed(number)

@@ -1,4 +1,4 @@
-"""Bytes that are not what they should be: data, checkpoints, stores, models, TOML, messages."""
+"""Malformed bytes: data, checkpoints, stores, models, TOML, messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .case import refused_in_a_line
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Return a file that was cut, overwritten, or had bits flipped, or was lengthened."""
+    """Return a damaged file: cut, overwritten, lengthened, or with flipped bits."""
     data = bytearray(data)
     how = rng.randrange(6)
     if how == 0:
@@ -103,7 +103,7 @@ def _toml(rng: random.Random, folder: Path) -> None:
 
 
 def _message(rng: random.Random, _folder: Path) -> None:
-    """Take damaged bytes of a message as a reply of a device: it is an error reply."""
+    """Take damaged bytes as a device's reply, which must become an error reply."""
     state = LinkState(App("tests/none", "1.0.0", b"a bundle"))
     node = state.register(b"key")
     state.greet(node)
@@ -137,7 +137,7 @@ SUBJECTS = tuple(_PLAYS)
 
 
 def attack(subject: str, rng: random.Random, folder: Path) -> None:
-    """Play some files of a kind."""
+    """Play some files of one kind."""
     for index in range(20):
         inner = folder / str(index)
         inner.mkdir()

@@ -68,7 +68,7 @@ def _ask(
     trust: ssl.SSLContext | None = None,
     host: str = "127.0.0.1",
 ) -> tuple[int, bytes]:
-    """Send a request as it is; return the status, 0 if the connection is closed, and the rest."""
+    """Send raw bytes; return the status (0 if the connection is closed) and the rest."""
     try:
         with socket.create_connection((host, port), timeout=20) as plain:
             talk = plain if trust is None else trust.wrap_socket(plain, server_hostname="localhost")
@@ -90,7 +90,7 @@ def _get(path: str, host: str = "localhost", **headers: str) -> bytes:
 
 
 def _fleet(folder: Path) -> tuple[ssl.SSLContext, str]:
-    """Make certificates and a token; return what a browser trusts, and the token."""
+    """Make certificates and a token; return a browser's trusted certificates, and the token."""
     make_certificates(folder / "certs", ["localhost"], [])
     make_token(folder / "certs")
     trust = ssl.create_default_context(cafile=str(folder / "certs" / "ca.crt"))
@@ -121,7 +121,7 @@ def _rebinding(rng: random.Random, folder: Path) -> None:
         _metrics("0.0.0.0", None) as plain,
     ):
         for name in names:
-            # An address cannot be made to point elsewhere.
+            # A numeric address cannot be rebound to another host by DNS.
             if name.replace(".", "").isdigit():
                 continue
             host = name + rng.choice(("", ":80", f":{page}"))
@@ -213,7 +213,7 @@ def _paths(rng: random.Random, folder: Path) -> None:
 
 
 def _markup(rng: random.Random, folder: Path) -> None:
-    """Names of devices and data sets with markup: they are data in every page."""
+    """Names of devices and datasets with markup, which every page must escape."""
     parts = ("<script>alert(1)</script>", "</script><b>", "<img src=x onerror=alert(1)>", "<!--")
     parts += ("'\"><svg onload=x>", "\u2028", "&lt;", "]]>", "</style>", "<a href='javascript:x'>")
     hostile = "".join(rng.choices(parts, k=3))[:120]
@@ -241,7 +241,7 @@ def _names(piece: dict[str, dict[str, list[str]]]) -> list[str]:
 
 
 def _headers(rng: random.Random, folder: Path) -> None:
-    """Ten megabytes of headers, at once, as one line or as many."""
+    """Ten megabytes of headers, in one line or in many."""
     line = b"X-%d: " % rng.randrange(1000) + b"x" * rng.choice((10, 1000, 60_000)) + b"\r\n"
     many = line * ((10 << 20) // len(line))
     one = b"Cookie: " + b"raceme-token=x; " * ((10 << 20) // 16)
@@ -252,13 +252,13 @@ def _headers(rng: random.Random, folder: Path) -> None:
                 request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + head
                 assert _ask(port, request)[0] in (0, 400, 431)
             assert _ask(port, _get(path))[0] == 200
-        # The requests themselves are in this process, thrice.
+        # The client runs in this process too, which holds up to three copies of the request.
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 60_000, f"{grown} KiB"
 
 
 def _addresses(rng: random.Random, folder: Path) -> None:
-    """The port as another machine reaches it."""
+    """The port as seen from another machine."""
     trust, token = _fleet(folder)
     other = f"127.{rng.randrange(1, 255)}.{rng.randrange(256)}.{rng.randrange(1, 255)}"
     paths = ("/metrics", "/healthz", "/")

@@ -1,4 +1,4 @@
-"""Hostile clients: replies to every kind of work, spoiled in every way, against every method."""
+"""Hostile clients: spoiled replies to every kind of work, against every method."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _KEYS: dict[str, dict[str, Any]] = {
 
 
 def _value(rng: random.Random) -> Any:
-    """Return anything that a setting can be."""
+    """Return a random value for a setting."""
     return rng.choice(
         [
             lambda: rng.choice(_NUMBERS[:7]),
@@ -81,7 +81,7 @@ def _value(rng: random.Random) -> Any:
 
 
 def _array(rng: random.Random, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return an array of a shape, or of another one, filled with something."""
+    """Return an array of the given shape or of another one, with random content."""
     shape = rng.choice([shape, shape, shape, (), (0,), (*shape, 1), shape[:-1], (3, 2)])
     dtype = np.dtype(rng.choice([dtype.str, dtype.str, "f4", "f8", "f2", "i8", "u8", "u1", "b1"]))
     if dtype.kind in "iu":
@@ -156,7 +156,7 @@ _SPOILS: list[Callable[[RecordDict, random.Random], None]] = [
 
 
 def spoiled(reply: Message, rng: random.Random) -> Message:
-    """Return what a hostile client answers instead."""
+    """Return a hostile client's replacement of a reply."""
     how = rng.random()
     if how < 0.1:
         return reply
@@ -172,7 +172,7 @@ def spoiled(reply: Message, rng: random.Random) -> Message:
 
 
 def hostile_app(rng: random.Random) -> ClientApp:
-    """Return Raceme's ClientApp, of which some clients answer as they like."""
+    """Return Raceme's ClientApp, of which some clients send hostile answers."""
     made = ClientApp()
     greets = rng.random() < 0.3
 
@@ -205,7 +205,7 @@ def _prepare(subject: str, rng: random.Random, folder: Path) -> tuple[RunConfig,
 
 
 def attack(subject: str, rng: random.Random, folder: Path) -> None:
-    """Run a method with hostile clients; check what is left of it, but for plots."""
+    """Run a method with hostile clients; check the results except for plots."""
     config, method, grid = _prepare(subject, rng, folder)
     seen, run = list[Event](), folder / "run"
     run.mkdir()
@@ -244,7 +244,7 @@ def attack_pages(subject: str, rng: random.Random, folder: Path) -> None:
 
 
 def check(method: Any, seen: list[Event], run: Path) -> None:
-    """Check what hostile clients have left of a run."""
+    """Check the results of a run with hostile clients."""
     (ended,) = [event for event in seen if isinstance(event, events.RunEnded)]
     assert ended is seen[-1]
     for cluster, model in method.models.items():

@@ -1,4 +1,4 @@
-"""A run that is told to stop, is killed, or has no room left, at any moment."""
+"""A run that is stopped, killed, or out of disk space, at any moment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _small_disk(folder: Path) -> Iterator[Path]:
 
 
 def _fill(rng: random.Random, disk: Path) -> None:
-    """Fill the disk while a run goes on; once there is room again, it goes on."""
+    """Fill the disk during a run; once there is space again, the run continues."""
     out, filler = disk / "run", disk / "filler"
     keys = ["--dataset", "digits", "--clients", "4", "--model", "mclr", "--workers", "0"]
     keys += ["--max-updates", "1500", "--checkpoint-every", "10", "--out", str(out)]
@@ -63,7 +63,7 @@ def _fill(rng: random.Random, disk: Path) -> None:
 
 
 def _is_whole(out: Path) -> int:
-    """Assert that the store is whole and has each update once; return their number."""
+    """Assert that the store is complete and has each update once; return their number."""
     with closing(sqlite3.connect(out / "run.sqlite")) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         numbers = [row[0] for row in connection.execute("SELECT seq FROM updates ORDER BY seq")]
@@ -72,10 +72,10 @@ def _is_whole(out: Path) -> int:
 
 
 def attack(subject: str, rng: random.Random, folder: Path) -> None:
-    """Stop a run at some moment; it says no traceback, and can be resumed to its end.
+    """Stop a run at some moment; it must print no traceback, and be resumable to its end.
 
-    A ``group`` is a run and its workers, all told to stop while these start. A ``disk`` is a small
-    file system that fills up, and has room again later; only root can make one.
+    ``group``: the run and its workers all get the signal while the workers start. ``disk``: a small
+    file system fills up, and is freed later; only root can make one.
     """
     out, is_group = folder / "run", subject == "group"
     if subject == "disk":

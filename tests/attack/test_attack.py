@@ -1,4 +1,4 @@
-"""A minute of attacks, the same ones each time; ``python -m tests.attack`` plays more."""
+"""A minute of attacks, always the same; ``python -m tests.attack`` plays more."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ FILES = {
 
 @pytest.fixture
 def raceme(command: Commands) -> Typed:
-    """Type a command in a folder."""
+    """Run a command in a folder."""
     return command.typed
 
 
 def contents(out: Path) -> list[str]:
-    """Return all that a run's database holds."""
+    """Return all contents of a run's database."""
     with sqlite3.connect(out / "run.sqlite") as connection:
         return list(connection.iterdump())
 
@@ -129,7 +129,7 @@ def test_bad_input_is_one_line_before_any_work(
 
 
 def interrupted(folder: Path, lines: int, *arguments: str) -> str:
-    """Press Ctrl-C after so many lines of a command, and return what it prints then."""
+    """Press Ctrl-C after a number of output lines, and return the output after it."""
     with subprocess.Popen(
         as_in_a_terminal([*RACEME, *arguments]),
         cwd=folder,
@@ -192,7 +192,7 @@ def test_an_interrupted_suite_of_several_cases_says_how_it_goes_on(tmp_path: Pat
     chosen = ["--suite", "panicle", "--only", "digits-4,digits-6", "--seeds", "0"]
     limits = ["--max-updates", "1000000", "--processes", "1", "--out", "out"]
     rest = interrupted(tmp_path, 1, "compare", "fedasync", *chosen, *limits)
-    # The folder of the suite: that of the case would become the parent of all cases.
+    # The suite's folder is named: with that of the case as --out, all cases would go below it.
     assert rest.splitlines()[-1].endswith("the same command with --out out")
 
 
@@ -248,7 +248,7 @@ def test_lists_and_the_version_are_printed(
     monkeypatch.setenv("COLUMNS", "200")
 
     def typed(*arguments: str) -> Any:
-        """Type a command in this process: `--keys` imports everything, once."""
+        """Run a command in this process, so that the imports of `--keys` happen only once."""
         return CliRunner().invoke(app, arguments)
 
     listed = typed("list", "--keys").stdout
@@ -270,12 +270,12 @@ def test_lists_and_the_version_are_printed(
     assert {"fedavg", "ifca"} <= set(parts[1])
     assert {"casa-c", "ifca-async"} <= set(parts[2])
     assert {name for part in parts for name in part} == set(STRATEGIES)
-    # What has a word in its name alone, of all that there is.
+    # The words are searched in names only, among everything that can be listed.
     listed = typed("list", "fedbuff", "--keys").stdout
     lines = [line.split()[0] for line in listed.splitlines() if line.startswith("  ")]
     assert lines[:2] == ["fedbuff", "fedbuff.k"]
     assert "datasets" not in listed
-    # A method's page has its keys.
+    # The page of a method includes its keys.
     page = raceme(tmp_path, "list", "fedasync").stdout
     assert "fedasync.alpha" in page
     assert "fedbuff.k" not in page
@@ -285,7 +285,7 @@ def test_lists_and_the_version_are_printed(
         "raceme: No match for 'nothing-like-it'. `raceme list` lists all names.\n"
     )
     assert "`raceme list gamma --keys` lists" in str(typed("list", "gamma").exception)
-    # A list by its own name, and by that of the key that takes one of its names.
+    # A list is found by its own name, and by the key that accepts its entries.
     for part in ("device profiles", "devices"):
         profiles = typed("list", part).stdout
         assert "slow30x5" in profiles
@@ -349,14 +349,14 @@ def test_a_drift_after_the_end_of_the_run_is_reported(raceme: Typed, tmp_path: P
 def test_a_drift_that_the_devices_do_not_reach_is_reported_at_the_start(
     raceme: Typed, tmp_path: Path
 ) -> None:
-    """Eight devices, a second for an update each: 24 updates take 3 s."""
+    """Eight devices with 1 s per update: 24 updates take 3 s."""
     (tmp_path / "fleet.toml").write_text("[device]\nseconds-per-round = 1.0\n")
     run = ["run", *SMALL, "--devices", "fleet.toml", "--drift", "swap-part"]
     said = "24 updates take about 3 s, and drift-at is 4 s"
     for keys, expected in (
         (["--drift-at", "4s"], True),
         (["--drift-at", "2s"], False),
-        # Rounds wait for the slowest: how long they take is not known.
+        # A round waits for its slowest client, so that its duration is unknown in advance.
         (["--drift-at", "4s", "--strategy", "fedavg"], False),
     ):
         done = raceme(tmp_path, *run, *keys)
@@ -375,7 +375,8 @@ FLIP = {"clients": 10, "attack": "label-flip"}
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        # CASA splits ten clients of digits, and not eight (eq 14: a gap of 0.016, 0.024).
+        # CASA can split ten clients of digits, but not eight (eq 14 asks for a gap of 0.016 or
+        # 0.024).
         ({"clients": 8}, f"8 {FEW}"),
         ({"clients": 10}, ""),
         ({"clients": 8, "strategy": "panicle"}, "changed no model"),
@@ -387,7 +388,7 @@ FLIP = {"clients": 10, "attack": "label-flip"}
         ({**FLIP, "attackers-join": 900.0, "max-time": 30.0}, f"{NEVER} 30 seconds"),
         ({**FLIP, "attackers-join": 0.01}, ""),
         ({**FLIP, "attack-start": 900}, f"{NEVER} 2 updates"),
-        # Ten clients, two updates: the last request is the eleventh, number 10.
+        # The last of ten clients' and two updates' requests is the eleventh, number 10.
         ({**FLIP, "attack-start": 10}, ""),
         ({**FLIP, "attack-start": 11}, f"{NEVER} 2 updates"),
         ({**FLIP, "strategy": "fedavg", "attack-start": 900}, f"{NEVER} 2 updates"),

@@ -1,4 +1,4 @@
-"""What a command, or a name, imports: no more than it needs. Counted in processes of their own."""
+"""Imports of commands and names: no more than needed. Counted in separate processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REGISTRIES = [STRATEGIES, DATASETS, PARTITIONERS, DRIFTS, FEATURES, PROTECTIONS,
 
 
 def imported(code: str, folder: Path) -> set[str]:
-    """Return the modules that a process has imported at its end, however it ends."""
+    """Return the modules that a process has imported when it ends, with or without an error."""
     told = "import atexit, sys\natexit.register(lambda: print('IMPORTED', *sorted(sys.modules)))\n"
     done = subprocess.run(
         [sys.executable, "-c", told + code],

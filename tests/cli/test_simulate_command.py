@@ -1,4 +1,4 @@
-"""`raceme simulate` as a user types it, and the page of what it leaves."""
+"""`raceme simulate` as a user types it, and the page of its results."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ APP = str(QUICKSTARTS / "numpy_app")
 
 
 def typed(command: Commands, folder: Path, *arguments: str) -> tuple[int, str]:
-    """Type a command in a folder; return its exit code and what it writes, without colours."""
+    """Run a command in a folder; return its exit code and its output, without colours."""
     output = folder / f"output-{len(list(folder.iterdir()))}.txt"
     code = command.run(*arguments, output=output)
     return code, re.sub(r"\x1b\[[0-9;]*m", "", output.read_text())
@@ -24,7 +24,7 @@ def test_an_app_is_simulated(tmp_path: Path, command: Commands) -> None:
     config = ("--run-config", "num-server-rounds=2", "--run-config", "fraction-train=0.5")
     code, text = typed(command, tmp_path, "simulate", APP, *options, *config, "--out", "out")
     assert code == 0, text
-    # Flower's own output first, then ours.
+    # Flower's own output comes first.
     flower, ours = text.split("numpy-quickstart on 20 devices (slow30x5)")
     assert "configure_train: Sampled 10 nodes (out of 20)" in flower
     out = tmp_path / "out"
@@ -39,7 +39,7 @@ def test_an_app_is_simulated(tmp_path: Path, command: Commands) -> None:
     with (out / "messages.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert sum(int(row["bytes_down"]) for row in rows) == summary["bytes_down"]
-    # The command that it states gives the same messages again.
+    # The command in the summary reproduces the messages.
     again = shlex.split(summary["command"])[1:]
     code, text = typed(command, tmp_path, *again, "--out", "again")
     assert code == 0, text
@@ -63,7 +63,7 @@ def test_exit_codes_tell_why_a_simulation_ended(tmp_path: Path, command: Command
     code, text = typed(command, tmp_path, "simulate", str(raising), *few, "--out", "one")
     assert code == 1
     assert "raceme: the ServerApp raised ZeroDivisionError: division by zero." in text
-    # What it had done until then is there.
+    # Results up to the error are kept.
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["messages"] == 2
     client = "from flwr.clientapp import ClientApp\n\napp = ClientApp()\n"
     useless = write_app(tmp_path, "useless", "grid.send_and_receive(messages(grid))", client)

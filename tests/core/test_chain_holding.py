@@ -1,4 +1,4 @@
-"""Features that hold updates: they ask further, and release or refuse later."""
+"""Features that hold updates back, query clients, and release or reject the updates later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PairsState:
 
 
 class Pairs(Feature):
-    """Releases updates in pairs, once both clients have confirmed them."""
+    """Releases updates in pairs, after both clients have confirmed them."""
 
     state_type = PairsState
     state: PairsState
@@ -57,7 +57,7 @@ class Pairs(Feature):
 
 
 def app() -> ClientApp:
-    """Return an app whose client-1 confirms nothing."""
+    """Return an app in which client-1 does not confirm."""
     honest, made = client_app(), ClientApp()
 
     @made.train()

@@ -1,4 +1,4 @@
-"""Bounds on the numbers of examples that clients state."""
+"""Bounds on the numbers of examples that clients report."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_client_with_an_implausible_size_does_not_dominate_an_average() -> N
     method = FedAvg()
     grid = grid_of(pulled_app(targets, step=1.0, change=greedy), devices(*[1.0] * 10))
     run(method, grid, num_rounds=10)
-    # It counts like one with ten times the median of 10 … 19 examples: not like all the others.
+    # Its weight is limited to ten times the median of the others' 10 … 19 examples.
     (first,) = {float(value) for value in method.spec.unpack(method.result.arrays)}
     limit = largest_plausible_size([*range(11, 20), 10**15])
     share = limit / (limit + sum(range(11, 20)))

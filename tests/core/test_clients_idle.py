@@ -17,7 +17,7 @@ NOW = 10.0
 
 
 def idle_of(ready_at: dict[int, float], clients: int) -> Idle:
-    """Idle clients by number, with the time from when they are ready; the others have work."""
+    """Idle clients by number, with the time from which they are ready; others have work."""
     every = {f"c{n}": Client(f"c{n}", 1, ready_at=ready_at.get(n, 0.0)) for n in range(clients)}
     return Idle({f"c{number}": True for number in ready_at}, every)
 
@@ -42,7 +42,7 @@ def test_all_idle_clients_are_drawn_equally_often(busy: int) -> None:
     idle, rng = idle_of(dict.fromkeys(range(busy, 160), 0.0), 160), np.random.default_rng(0)
     times = 100 * (160 - busy)
     counts = Counter(client.client_id for _ in range(times) for client in idle.draw(NOW, 1, rng))
-    # A hundred times each, with a standard deviation of ten.
+    # Each is drawn 100 times on average, with a standard deviation of 10.
     assert len(counts) == 160 - busy
     assert min(counts.values()) > 50
     assert max(counts.values()) < 150

@@ -19,7 +19,7 @@ def model(*values: float, version: int = 0) -> Model:
 
 
 def with_clients(models: int, **placements: int | Mapping[int, float]) -> Clusters:
-    """Clusters 0, 1, … whose models are (0), (1), …, with these clients."""
+    """Clusters 0, 1, … with the models (0), (1), …, and these clients."""
     clusters = Clusters({cluster: model(cluster) for cluster in range(models)})
     for client, placement in placements.items():
         clusters.join(client)
@@ -44,7 +44,7 @@ def report(
     return ClustersChanged(0.0, 0, change, memberships, gone, made, score, threshold)
 
 
-# The verbs.
+# Changes of clusters.
 
 
 def test_a_new_client_joins_the_only_cluster_and_none_of_several() -> None:
@@ -55,7 +55,7 @@ def test_a_new_client_joins_the_only_cluster_and_none_of_several() -> None:
     assert (one.members, two.members) == ({"a": {0: 1.0}}, {"a": {}})
     assert (one.is_placed("a"), two.is_placed("a")) == (True, False)
     assert seen == [report(ClusterChange.ASSIGN, {"a": {0: 1.0}})]
-    # It comes back.
+    # The client leaves and comes back.
     one.leave("a")
     assert one.clients(0) == []
     assert one.clients(0, online_only=False) == ["a"]
@@ -73,7 +73,7 @@ def test_clients_are_assigned_and_moved() -> None:
     clusters.assign("a", {0: 0.25, 2: 0.75})
     assert clusters.of("a") == {0: 0.25, 2: 0.75}
     assert clusters.main("a") == 2
-    # The third changed nothing.
+    # The third assignment changes nothing, and is not reported.
     assert seen == [
         report(ClusterChange.ASSIGN, {"a": {1: 1.0}}),
         report(ClusterChange.MOVE, {"a": {0: 0.25, 2: 0.75}}),
@@ -153,11 +153,11 @@ def test_the_largest_cluster_follows_every_change() -> None:
     assert clusters.largest() == 0
     clusters.unassign(["a"])
     assert clusters.largest() == 2
-    # Online there are b in 1, d in 0, and all others here but c.
+    # a, c, e and f move to cluster 3; online are b in 1, d in 0, and all of cluster 3 except c.
     assert clusters.found(model(5.0), ["a", "c", "e", "f"]) == clusters.largest() == 3
     children = clusters.split(3, [["a"], ["c", "e", "f"]])
     assert clusters.largest() == children[1]
-    # a, b and d against e and f.
+    # The merged cluster has a, b and d, the other one e and f.
     assert clusters.merge([0, 1, children[0]]) == clusters.largest()
 
 
@@ -180,12 +180,12 @@ def test_a_split_creates_clusters_from_the_model_of_their_parent() -> None:
     clusters.leave("d")
     seen = reports_of(clusters)
     assert clusters.split(0, [["a", "d"], ["b"]], score=0.4, threshold=0.3) == [2, 3]
-    # A share of the old cluster is the same share of the new one; nobody named e.
+    # A share of the parent becomes the same share of a child; e is in neither list.
     placed = {"a": {2: 1.0}, "d": {2: 1.0}, "b": {3: 0.25, 1: 0.75}, "e": {}}
     assert seen == [report(ClusterChange.SPLIT, placed, (0,), (2, 3), 0.4, 0.3)]
     assert clusters.members == {**placed, "c": {1: 1.0}}
     assert clusters.clients(2, online_only=False) == ["a", "d"]
-    # Both children start from their parent's model and version, and are changed alone.
+    # Both children start with their parent's model and version, and change independently.
     assert [(clusters.models[k].vector.tolist(), clusters.models[k].version) for k in (2, 3)] == [
         ([5.0], 1)
     ] * 2
@@ -218,7 +218,7 @@ def test_merging_adds_the_weights_of_a_client_of_both() -> None:
 def test_merging_with_a_model_or_without_members() -> None:
     clusters = with_clients(4, a=0)
     assert clusters.models[clusters.merge([0, 1], model(7))].vector.tolist() == [7.0]
-    # Nobody is in 2 or 3: all count alike.
+    # Without members, all models have the same weight.
     assert clusters.models[clusters.merge([2, 3])].vector.tolist() == [2.5]
 
 
@@ -262,7 +262,7 @@ def test_the_model_that_serves_a_client_of_several_clusters() -> None:
     assert blended(models, {0: 0.5, 1: 0.25}).tolist() == [0.5, 1.0]
 
 
-# Whatever happens, in whatever order.
+# Invariants under random sequences of changes.
 
 VERBS = st.lists(
     st.tuples(
@@ -276,7 +276,7 @@ VERBS = st.lists(
 
 
 def change_by(clusters: Clusters, verb: str, rng: np.random.Generator) -> None:
-    """Do something that may be done."""
+    """Apply a valid change of one kind."""
     clients, models = [f"c{index}" for index in range(6)], list(clusters.models)
     client, cluster = str(rng.choice(clients)), int(rng.choice(models))
     members = clusters.clients(cluster, online_only=False)

@@ -1,4 +1,4 @@
-"""A model on the server owns its numbers and its version."""
+"""A server's model owns its array and its version."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_other_changes_match_numbers_computed_by_hand() -> None:
     assert (one.vector.tolist(), one.version) == ([4.0, 8.0], 2)
     one.average([np.float32([0, 4]), np.float32([4, 0])], [1.0, 3.0])
     assert (one.vector.tolist(), one.version) == ([3.0, 1.0], 3)
-    # A counter belongs to the change that was made last.
+    # Copied counters belong to the last change, so that the version stays 3.
     one.copy_from(np.float32([9, 9]), np.array([False, True]))
     assert (one.vector.tolist(), one.version) == ([3.0, 9.0], 3)
 
@@ -97,7 +97,7 @@ def test_only_the_model_changes_its_numbers() -> None:
     assert copied.version == one.version == 6
     copied.replace(np.array([7.0, 7.0]))
     assert one.vector.tolist() == [1.0, 2.0]
-    # What was replaced is not the array that it was replaced by.
+    # The model copies the array that it is given.
     w_i = np.array([3.0, 3.0], np.float32)
     one.replace(w_i)
     w_i[...] = 0.0

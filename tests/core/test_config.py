@@ -1,4 +1,4 @@
-"""The keys of a run: text, TOML and Flower's run config in, one checked configuration out."""
+"""The keys of a run: text, TOML and Flower's run config are read into one checked configuration."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def config_of(**keys: Value) -> RunConfig:
 
 
 def chosen_for(name: str) -> dict[str, Value]:
-    """Return the choice of the strategy that a key belongs to, if there is one."""
+    """Return the strategy that has to be chosen for a key, if it depends on one."""
     strategy = name.partition(".")[0]
     return {"strategy": strategy} if strategy in STRATEGIES else {}
 
 
-# Text in, values out.
+# Text is parsed into values.
 
 
 def test_nothing_given_is_all_defaults() -> None:
@@ -76,7 +76,7 @@ def test_the_length_of_a_run_that_schedules_depend_on() -> None:
     # A round-based method has a share of the clients in each round: int(0.3 · 25) = 7.
     fedavg = RunConfig.from_mapping({**rounds, "strategy": "fedavg", "fedavg.fraction": 0.3})
     assert fedavg.planned_updates == 28
-    # What a method does not say is all of them.
+    # With a method that has no fraction, all clients count.
     assert RunConfig.from_mapping({**rounds, "strategy": "casa"}).planned_updates == 100
 
 
@@ -112,7 +112,7 @@ def test_a_renamed_key_is_still_read_with_one_warning(caplog: pytest.LogCaptureF
     assert [record.getMessage() for record in caplog.records] == [
         "fedavg.picking is called fedavg.sampling now; the next release drops the former name."
     ]
-    # That of a method that does not run may have its default, as a present name may.
+    # The former name of another method's key may be given with its default, like the present name.
     assert RunConfig.from_mapping({"strategy": "casa", "fedavg.picking": "random"}).options == {}
     with pytest.raises(
         UserError, match=r"fedavg\.picking is called fedavg\.sampling now: give one"
@@ -132,7 +132,7 @@ def test_the_key_set_holds_others_and_wins() -> None:
         RunConfig.from_mapping({"set": "out='a"})
 
 
-# There and back.
+# Round trips.
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
@@ -201,7 +201,7 @@ def test_every_key_is_listed_with_default_and_description() -> None:
     assert listed["fedasync.alpha"].default == 0.3
     assert all(key.help and key.type for key in listed.values())
     assert set(RunConfig().to_mapping()) <= set(listed)
-    # Every default passes the checks that a person's value has to pass, read or not.
+    # Defaults pass the same checks as a user's values.
     assert (
         RunConfig.from_mapping({name: key.default for name, key in listed.items()}) == RunConfig()
     )
@@ -240,7 +240,7 @@ def test_assignments(text: str, parsed: tuple[str, Value]) -> None:
     assert parse_assignment(text) == parsed
 
 
-# Mistakes.
+# Errors.
 
 
 @pytest.mark.parametrize("text", ["clients", "=3", "  = 3"])
@@ -374,7 +374,7 @@ class MoonOptions:
 
 
 class Moons(Digits):
-    """A dataset that a newcomer adds, with an option of its own."""
+    """A user's dataset with an option."""
 
     options_type = MoonOptions
 
@@ -524,7 +524,7 @@ def test_options_that_a_command_does_not_name_are_keys(typed: list[str], turned:
         (["a", "--where", "--out", "b"], "--where"),
         (["--labels", "--augment"], "--labels"),
         (["--groups"], "--groups"),
-        # Also one of the command's own options.
+        # The same for a key that is an option of the command itself.
         (["--out", "--vectorised"], "--out"),
         (["--out"], "--out"),
     ],
@@ -583,6 +583,6 @@ def test_a_share_of_a_mixture_is_at_most_one(name: str) -> None:
 def test_an_unknown_strategy_is_refused_at_construction() -> None:
     with pytest.raises(UserError, match=r"Unknown strategy 'cassa'\. Did you mean 'casa'\?"):
         RunConfig(strategy="cassa")
-    # A device does not need the package with the method that its server runs.
+    # A device need not have the package of the server's method.
     config = RunConfig.from_mapping({"strategy": "of-the-server", "clients": 3}, lenient=True)
     assert config.clients == 3

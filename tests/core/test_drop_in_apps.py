@@ -1,4 +1,4 @@
-"""Users' own Flower apps with strategies of Raceme's in the place of Flower's, on virtual time."""
+"""Users' own Flower apps with Raceme's strategies instead of Flower's, on virtual time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SPOKEN = {"casa-plus": "casa+", "ssgd": "stable sgd"}
 
 @pytest.fixture(autouse=True)
 def _as_a_process_begins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody listens to what Raceme logs, and Flower says what it has to say."""
+    """Restore the logging of a new process: no handlers for Raceme, Flower's default level."""
     logger, flower = logging.getLogger("raceme"), logging.getLogger("flwr")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
@@ -61,7 +61,7 @@ def _as_a_process_begins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What goes to Flower's logger, which does not pass it on."""
+    """Messages of Flower's logger, which does not propagate them."""
     seen: list[str] = []
     logger = logging.getLogger("flwr")
     handler = logging.Handler()
@@ -90,7 +90,7 @@ def test_every_method_drops_in_with_its_defaults(name: str) -> None:
         evaluate_fn=central,
         observe=seen.append,
     )
-    # The model loads, whichever it is, in the user's own type.
+    # Each model loads in the user's own dtype.
     for arrays in (result.arrays, *result.clusters.values()):
         assert [(a.shape, a.dtype) for a in arrays.to_numpy_ndarrays()] == [
             ((3, 3), np.float64),
@@ -103,7 +103,7 @@ def test_every_method_drops_in_with_its_defaults(name: str) -> None:
     assert list(result.train_metrics_clientapp) == [1, 2]
     applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
     if strategy.scheduling.rounds is None:
-        # Probes do not count.
+        # Probes have the weight 0.
         assert sum(update.weight > 0 for update in applied) == 12
     else:
         assert strategy.scheduling.rounds == 2
@@ -116,7 +116,7 @@ def test_every_method_drops_in_with_its_defaults(name: str) -> None:
 @pytest.mark.parametrize("name", STOCK)
 def test_a_single_round_trains_whatever_a_method_does_first(name: str) -> None:
     seen: list[events.Event] = []
-    # More than any buffer has places.
+    # More clients than any buffer holds updates.
     grid = grid_of(sklearn_app(), nodes=20)
     result = STRATEGIES[name]().start(grid, initial_regression(), num_rounds=1, observe=seen.append)
     assert any(array.any() for array in result.arrays.to_numpy_ndarrays())
@@ -129,7 +129,7 @@ def test_panicle_trains_the_regression_of_a_quickstart_in_a_few_rounds(
     rounds: int, lines: list[str]
 ) -> None:
     result = Panicle().start(grid_of(sklearn_app()), initial_regression(), num_rounds=rounds)
-    # Zeros predict the first of four classes.
+    # A model of zeros predicts the first of four classes.
     accuracy = result.evaluate_metrics_clientapp[rounds]["accuracy"]
     assert isinstance(accuracy, float)
     assert accuracy > 0.7
@@ -155,7 +155,7 @@ def test_a_method_that_changes_no_model_ends_all_the_same() -> None:
 
     strategy = Idle()
     strategy.start(grid_of(numpy_app(), nodes=3), initial_numpy(), num_rounds=2)
-    # 8 updates of each client, then those of 2 rounds.
+    # 8 updates per client, then two rounds.
     assert strategy.progress.updates == 3 * 8 + 6
 
 
@@ -177,12 +177,12 @@ def test_apps_that_state_what_methods_need_work_with_them(name: str) -> None:
     assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]
     assert not [event for event in seen if isinstance(event, events.UpdateRejected)]
     assert sent <= strategy.needs.kinds
-    # FAACL compares clusters every few rounds only.
+    # FAACL compares clusters only every few rounds.
     assert sent or name == "faacl"
 
 
 def noting(messages: list[Message], sent: set[str]) -> list[Message]:
-    """Note the kinds of work that messages ask for."""
+    """Record the kinds of work that messages request."""
     listed = list(messages)
     for message in listed:
         kind = message.content.config_records.get("config", {}).get("kind", "train")
@@ -227,7 +227,7 @@ def test_the_pytorch_quickstart_splits_and_its_models_load(lines: list[str]) -> 
     )
     assert strategy.progress.updates == 8 * 5
     assert len(result.clusters) > 1
-    # No cluster has clients of both kinds of labels.
+    # No cluster has clients with both kinds of labels.
     for cluster in result.clusters:
         odd = {int(c[-1]) % 2 for c, where in result.client_clusters.items() if cluster in where}
         assert len(odd) == 1
@@ -260,7 +260,7 @@ def test_the_pytorch_quickstart_splits_and_its_models_load(lines: list[str]) -> 
     assert re.search(r"accuracy by cluster \(clients\): \d: \d\.\d{3} \(\d\)", told)
     assert "The initial model tested on the server: norm" in told
     assert re.search(r"Clusters \(clients\): ", told)
-    # On the grid's clock, as the rounds are.
+    # In virtual seconds, like the rounds.
     rounds = [float(each) for each in re.findall(r"clients in (\d+\.\d) virtual s", told)]
     (ended,) = re.findall(r"Finished after (\d+\.\d) virtual s", told)
     assert len(rounds) == 8
@@ -301,7 +301,7 @@ def test_another_metric_is_the_accuracy_if_the_user_says_so() -> None:
 
 
 def test_messages_have_the_settings_of_flowers_own_strategies() -> None:
-    """No record and no setting that a user's function could stumble over."""
+    """User functions see no additional record or setting."""
     sent: list[tuple[str, list[str], dict]] = []
     grid = grid_of(numpy_app(), nodes=2)
     push = grid.push_messages
@@ -316,7 +316,7 @@ def test_messages_have_the_settings_of_flowers_own_strategies() -> None:
     grid.push_messages = noted  # type: ignore[assignment, method-assign]
     app_config = ConfigRecord({"lr": 0.1})
     with pytest.raises(UserError, match="None of 6 replies could be used"):
-        # The app reads "arrays": under another name it raises.
+        # The app reads "arrays", so it raises if the record has another name.
         CASA(arrayrecord_key="weights", configrecord_key="settings").start(
             grid, initial_numpy(), num_rounds=1, train_config=app_config
         )
@@ -380,7 +380,7 @@ def test_a_share_of_the_nodes_trains_and_tests() -> None:
 
 @pytest.mark.parametrize("name", ["casa", "fedavg", "csafl"])
 def test_models_are_tested_when_a_round_is_over(name: str) -> None:
-    """Not when the next one has begun, on the server as with clients."""
+    """Server and clients test the models of a round before the next one begins."""
     strategy, seen = STRATEGIES[name](), []
     centrally: list[tuple[int, int]] = []
 
@@ -403,7 +403,7 @@ def test_models_are_tested_when_a_round_is_over(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["casa", "fedavg", "fedasync"])
 def test_should_stop_ends_a_run_after_a_round_and_its_evaluation(name: str) -> None:
-    """As Flower 1.43 has it: called with the number of the round and the result so far."""
+    """Flower 1.43 calls it with the number of the round and the result so far."""
     asked: list[tuple[int, list[int], list[int]]] = []
 
     def should_stop(server_round: int, result: Result) -> bool:
@@ -462,7 +462,7 @@ def test_clients_that_do_not_test_are_not_asked_again(lines: list[str]) -> None:
 
 
 def numpy_app_with(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
-    """The quickstart's app with another function for tests."""
+    """The quickstart's app with another evaluation function."""
     app, stock = ClientApp(), numpy_app()
 
     @app.train()
@@ -566,7 +566,7 @@ def test_the_page_says_what_the_error_says() -> None:
 
 
 def test_an_unsupported_use_is_one_line_of_flowers_log(lines: list[str]) -> None:
-    """As Flower's runtime ends: with the exception, and an exit code that says nothing more."""
+    """Like Flower's runtime, which logs the exception and an exit code without details."""
     trees = ArrayRecord([np.frombuffer(b"a tree", np.uint8)])
     flower = logging.getLogger("flwr")
     with pytest.raises(UserError) as raised:
@@ -578,6 +578,6 @@ def test_an_unsupported_use_is_one_line_of_flowers_log(lines: list[str]) -> None
     flower.error("Exit Code: 700\nAn unhandled exception occurred")
     assert lines == [str(raised.value)]
     assert with_traceback == [False]
-    # What else goes wrong is shown as a whole.
+    # Other errors keep their traceback.
     flower.error("%s raised an exception", "ServerApp", exc_info=ValueError("another"))
     assert with_traceback == [False, True]

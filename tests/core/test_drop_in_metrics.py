@@ -39,7 +39,7 @@ def test_means_by_weight() -> None:
         reply(n=3, loss=2.0, both=[5.0, 6.0]),
     ]
     assert mean_of_replies(replies, "n") == {"loss": 1.75, "both": [4.0, 5.0]}
-    # Flower's own mean divides by 0 here.
+    # Flower's own mean would divide by 0.
     without = [reply(n=0, loss=1.0), reply(n=0, loss=2.0)]
     assert mean_of_replies(without, "n") == {"loss": 1.5}
     assert mean_of_replies([reply(n=1, a=[1.0]), reply(n=1, a=[1.0, 2.0])], "n") == {}

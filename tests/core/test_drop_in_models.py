@@ -19,7 +19,7 @@ from raceme.strategies import CASA, Standalone
 
 
 def bfloat16(values: np.ndarray) -> Array:
-    """An array as Flower makes it of a numpy type that numpy's format does not know."""
+    """Return an array of a dtype that numpy's file format does not know, as Flower makes it."""
     bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     buffer = io.BytesIO()
     np.save(buffer, bits.view("V2"))
@@ -32,7 +32,7 @@ def of_bfloat16(array: Array) -> np.ndarray:
 
 
 def adding_app(check: list[ArrayRecord]) -> ClientApp:
-    """An app whose clients add 1 to whatever is a floating-point number."""
+    """An app whose clients add 1 to every floating-point number."""
     app = ClientApp()
 
     @app.train()
@@ -90,7 +90,7 @@ def test_models_come_back_as_they_are(kind: str) -> None:
         assert list(record) == list(initial)
         for name, array in record.items():
             assert (array.dtype, array.shape) == (initial[name].dtype, initial[name].shape)
-    # The only client has worked on it twice.
+    # The only client has trained it twice.
     for name, array in result.arrays.items():
         values, before = array.numpy(), initial[name].numpy()
         computed = before.dtype.kind == "f" and np.isfinite(before).all()
@@ -101,7 +101,7 @@ def test_bfloat16_is_rounded_to_the_nearest() -> None:
     wire = DtypeAdapter(ArrayRecord({"w": bfloat16(np.array([1.0, -2.5, 0.0], np.float32))}))
     assert wire.initial["w"].dtype == "float32"
     np.testing.assert_array_equal(wire.initial["w"].numpy(), [1.0, -2.5, 0.0])
-    # 8 bits of precision: steps of 1/128 from 1 on; 1 + 1/256 lies in the middle.
+    # bfloat16 has 8 bits of precision, steps of 1/128 above 1; 1 + 1/256 lies in the middle.
     model = ArrayRecord(
         {"w": Array(np.array([1 + 0.6 / 128, 1 + 1 / 256, 1 + 3 / 256], np.float32))}
     )
@@ -125,7 +125,7 @@ def test_a_model_without_trainable_arrays_is_refused() -> None:
     for useless in (torch.tensor([True]), torch.tensor([1, 2]), torch.tensor([math.nan])):
         with pytest.raises(UserError, match="holds no finite floating-point numbers"):
             DtypeAdapter(ArrayRecord({"w": useless}))
-    # As Flower's strategies for trees send them.
+    # The format of Flower's strategies for trees.
     with pytest.raises(UserError, match="Trees cannot be averaged"):
         CASA().start(grid_of(adding_app([])), ArrayRecord([np.frombuffer(b"{}", np.uint8)]))
     with pytest.raises(UserError, match="'w' cannot be used"):

@@ -132,7 +132,7 @@ def test_a_weight_of_zero_counts_for_nothing() -> None:
 
 
 def test_weights_that_are_no_numbers_of_examples() -> None:
-    """Shares of 1: what counts is how they compare."""
+    """Weights may be shares of 1: only their ratios count."""
 
     def spoil(reply: Message, context: Context) -> None:
         weight = (0.25, 0.75)[partition(context)]
@@ -140,7 +140,7 @@ def test_weights_that_are_no_numbers_of_examples() -> None:
 
     strategy = FedAvg(weighted_by_key="trust")
     result = strategy.start(grid_of(numpy_app(spoil), nodes=2), initial_numpy(), num_rounds=1)
-    # Half a step from 0 to -1 and to 1.
+    # Each client moves half way from 0, to -1 or to 1.
     expected = 0.25 * -0.5 + 0.75 * 0.5
     for array in result.arrays.to_numpy_ndarrays():
         np.testing.assert_allclose(array, expected, rtol=1e-6)
@@ -157,7 +157,7 @@ def test_fractions_of_examples_count_by_how_they_compare() -> None:
 
 
 def test_metrics_are_of_the_updates_that_count() -> None:
-    """Krum excludes one client of seven, and its metrics with it."""
+    """Krum excludes one client of seven, including its metrics."""
 
     def spoil(reply: Message, context: Context) -> None:
         is_bad = partition(context) == 3
@@ -210,7 +210,7 @@ def test_metrics_that_not_all_clients_state_have_no_mean(caplog: pytest.LogCaptu
 
 def test_an_error_on_ray_is_its_last_line() -> None:
     class RayTaskError(Exception):
-        """As Ray's, whose text is a traceback in colours."""
+        """Ray's exception, whose text is a traceback with colour codes."""
 
     def spoil(reply: Message, context: Context) -> None:
         raise RayTaskError("\x1b[36mray::run()\x1b[39m\n  File x\nValueError: too \x1b[31mhot\n")
@@ -252,7 +252,7 @@ def test_numbers_of_examples_come_with_the_first_reply() -> None:
 
 
 def test_clients_that_are_yet_to_say_how_many_examples_they_have_are_not_taken_for_small() -> None:
-    """The first reply is held against nobody: 80 are not far more than all others have."""
+    """The first reply is not judged: 80 are not too many while others' numbers are unknown."""
 
     def spoil(reply: Message, context: Context) -> None:
         reply.content["metrics"] = MetricRecord({"num-examples": 80})
@@ -262,12 +262,12 @@ def test_clients_that_are_yet_to_say_how_many_examples_they_have_are_not_taken_f
     fleet = strategy.progress.fleet
     assert set(fleet.sizes.values()) == {80}
     assert fleet.plausible_examples("node-1000", 80) == 80
-    # Of ten nodes some have not answered yet.
+    # Some of the ten nodes have not answered yet.
     assert len(fleet.sizes) < len(fleet.clients)
 
 
 def named(reply: Message, context: Context) -> None:
-    """State the id of a device: two nodes have the same in turn."""
+    """Report a device's id, which every second node has in common."""
     identity = f"robot-{partition(context) % 2}"
     reply.content["config"] = ConfigRecord({"client-id": identity})
 
@@ -285,7 +285,7 @@ def test_a_client_is_known_by_the_id_that_it_states() -> None:
 
 
 def test_a_device_that_reconnects_as_another_node_is_the_same_client() -> None:
-    """Node 1000 leaves at 10 s, and the same device is there as node 1002 from 20 s on."""
+    """Node 1000 leaves at 10 s, and the same device joins as node 1002 at 20 s."""
     nodes = [
         Node(1000, Device(online=((0.0, 10.5),)), {"partition-id": 0}),
         Node(1001, Device(), {"partition-id": 1}),

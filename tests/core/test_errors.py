@@ -1,4 +1,4 @@
-"""Text of unknown origin becomes one printable line; lines about a device name it."""
+"""Untrusted text becomes one printable line; log lines about a device name it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("strategy", "dataset", "partition", "model", "attack", "protection", "d
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_definition_of_a_script_is_called_by_its_own_name(kind: str) -> None:
-    """A class of a script, which is of no use there."""
+    """A class that a script defines, and that is invalid for the option."""
     useless = type("Useless", (), {"__module__": "__main__"})
     given = {"strategy": "fedasync", "dataset": "digits", "clients": 2, "workers": 0, kind: useless}
     with pytest.raises(UserError, match="'Useless'") as caught:

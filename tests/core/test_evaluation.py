@@ -1,4 +1,4 @@
-"""Evaluations that cost time: all clients test the same models, each when it is idle."""
+"""Evaluations that take time: all clients test the same models, each when it is idle."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from raceme.strategies import FedAsync, FedAvg, Plan
 
 
 def costly(grid: VirtualGrid) -> VirtualGrid:
-    """Let evaluations be messages in time, as on devices."""
+    """Send evaluations as messages that take time, as on devices."""
     grid.free_evaluation = False
     return grid
 
 
 def accuracy(*distances: float) -> float:
-    """Return the mean accuracy of clients that are so far from their targets in each number."""
+    """Return the mean accuracy of clients with these distances to their targets in each number."""
     return float(np.mean([1 / (1 + abs(d) * np.sqrt(8)) for d in distances]))
 
 
@@ -75,7 +75,7 @@ def test_a_client_whose_test_outlasts_the_interval_trains_before_its_next_test(
     seen = run(method(), costly(grid), num_rounds=60, eval_every=2, concurrency=concurrency)
     trained = Counter(update.client for update in of(events.UpdateApplied, seen))
     assert min(trained["c0"], trained["c1"]) >= 4
-    # Evaluations go on, and each has the answers of both.
+    # Every evaluation has answers of both clients.
     assert [report.answered for report in of(Evaluated, seen)[:4]] == [2, 2, 2, 2]
 
 
@@ -159,7 +159,7 @@ class Inviting(FedAsync):
 
 
 def test_an_invited_client_is_tested_and_keeps_its_invitation() -> None:
-    # c1 is done at 20 s. Asked when it is free, it would hold up the reports until then.
+    # c1 is busy until 20 s: an evaluation that waited for it would delay the reports until then.
     grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 20.0)))
     seen = run(Inviting(), grid, num_rounds=45, eval_every=2)
     reports, updates = of(Evaluated, seen), of(events.UpdateApplied, seen)
@@ -169,7 +169,7 @@ def test_an_invited_client_is_tested_and_keeps_its_invitation() -> None:
         (4.0, 4, 2),
         (6.0, 6, 2),
     ]
-    # It is sent nothing else before it is done.
+    # It gets no other work before its training ends.
     assert [(u.dispatched_at, u.time) for u in updates if u.client == "c1"] == [
         (0.0, 20.0),
         (20.0, 40.0),
@@ -239,7 +239,7 @@ def test_a_run_reports_both_means() -> None:
 
 
 class Refusing(VirtualGrid):
-    """A grid that does not take evaluations for one node."""
+    """A grid that refuses evaluation messages for one node."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         taken = [
@@ -317,7 +317,7 @@ def test_tests_that_come_with_the_last_update_count() -> None:
 
 
 class Peculiar(FedAsync):
-    """A method whose clients test in a way of its own."""
+    """A method whose clients test with their own kind of work."""
 
     needs = Needs(test_settings=MappingProxyType({"kind": "peculiar"}))
 

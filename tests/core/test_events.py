@@ -1,4 +1,4 @@
-"""Events reach the method of their kind; measures of evaluations in words."""
+"""Events reach the handler of their kind; evaluation metrics in words."""
 
 from __future__ import annotations
 

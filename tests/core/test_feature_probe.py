@@ -1,4 +1,4 @@
-"""Models measured on the server's own samples."""
+"""Losses of models on the server's own samples."""
 
 from __future__ import annotations
 

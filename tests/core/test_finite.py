@@ -1,4 +1,4 @@
-"""One client's huge numbers leave the state of every method finite."""
+"""Huge numbers from one client leave the state of every method finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGEST = 3e13
 """A model of the 650 weights of digits' linear model that consists of this is let in."""
 OTHERWISE: dict[str, dict[str, Any]] = {
     "cdfl": {"proxy": "5"},
-    # They keep the last layer of several.
+    # These methods keep the last of several layers on the client.
     "fedper": {"model": "mlp"},
     "fedrep": {"model": "mlp"},
 }
@@ -51,14 +51,14 @@ CONFIG = {
 
 
 def poisoned(values: Sequence[float], numbers: bool) -> ClientApp:
-    """Raceme's ClientApp, of which one client sends values in turn, instead of what it has.
+    """Return Raceme's ClientApp, in which one client sends these values in turn.
 
     Parameters
     ----------
     values : Sequence[float]
-        All of a reply are of the same size, of both signs.
+        Magnitude of all numbers in a reply, with alternating signs.
     numbers : bool
-        Whether it is the numbers beside the model, or else the model.
+        Whether to replace the numbers beside the model instead of the model.
     """
     app, turns = ClientApp(), cycle(values)
 
@@ -79,7 +79,7 @@ def poisoned(values: Sequence[float], numbers: bool) -> ClientApp:
 
 
 def with_values(record: ArrayRecord, value: float) -> ArrayRecord:
-    """Return a record of the same names and shapes; arrays of whole numbers are left alone."""
+    """Return a record with the same names and shapes; integer arrays are not changed."""
     return ArrayRecord({name: filled(array, value) for name, array in record.items()})
 
 
@@ -94,7 +94,7 @@ def filled(array: Array, value: float) -> Array:
 def attacked(
     name: str, values: Sequence[float], numbers: bool = False
 ) -> tuple[Method, list[events.Event]]:
-    """Run a method on digits with one poisoner among four clients."""
+    """Run a method on digits with one attacker among four clients."""
     keys = {"strategy": name, **CONFIG, **OTHERWISE.get(name, {})}
     config = experiment.resolve(RunConfig.from_mapping(keys))
     strategy = experiment.build_strategy(config)
@@ -119,7 +119,7 @@ def attacked(
 
 
 def not_finite(tree: Any, path: str = "") -> Iterator[str]:
-    """Yield the places of a tree that hold NaN or infinity."""
+    """Yield the paths in a tree that hold NaN or infinity."""
     if isinstance(tree, dict):
         for name, inner in tree.items():
             yield from not_finite(inner, f"{path}/{name}")
@@ -133,7 +133,7 @@ def not_finite(tree: Any, path: str = "") -> Iterator[str]:
 
 
 def kept(method: Method) -> list[str]:
-    """Return the places of what a method keeps that are not finite."""
+    """Return the paths in a method's state that are not finite."""
     tree = method.state_dict()
     return [
         place
@@ -153,14 +153,14 @@ def test_a_huge_update_is_refused_and_counted_and_nothing_else_suffers(name: str
     ]
     assert too_large
     assert not [event for event in of(events.UpdateApplied, seen) if event.client == _ATTACKER]
-    # Of the others nothing is refused but what came too late for a window.
+    # The others' updates are rejected only if they are too late for a window.
     others = [e.reason for e in of(events.UpdateRejected, seen) if e.client != _ATTACKER]
     assert all("late" in reason or "window" in reason for reason in others)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_largest_update_that_is_accepted_leaves_all_that_is_kept_finite(name: str) -> None:
-    # A perceptron has 4,810 weights, whose squares must add up to as little.
+    # A perceptron has more weights (4,810), and the same bound on the sum of their squares.
     method, seen = attacked(name, (LARGEST / 3 if "model" in OTHERWISE.get(name, {}) else LARGEST,))
     assert any(event.client == _ATTACKER for event in of(events.UpdateApplied, seen))
     assert method.progress.updates >= _UPDATES

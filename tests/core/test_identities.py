@@ -38,7 +38,7 @@ class Node:
 
     def __init__(self, node_id: int, key: int | None) -> None:
         self.node_id = node_id
-        # A simulated node of Flower's has a key that is none.
+        # Simulated nodes of Flower have random bytes as their key.
         self.public_key = os.urandom(32)
         if key is not None:
             form = PublicFormat.SubjectPublicKeyInfo
@@ -152,7 +152,7 @@ OTHER_LINE = OTHER_KIND.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).dec
         (line(0, "\x1b[31mred"), "line 1"),
         (line(0, "c0") + line(0, "c1"), "gives the key of 'c0' to 'c1' too"),
     ],
-    # Keys are made anew each time; processes that share the tests must have the same names.
+    # Keys are random: fixed test names are needed by parallel test processes.
     ids=("nothing", "comment", "id", "broken", "nameless", "other-kind", "escape", "twice"),
 )
 def test_what_is_no_list_of_keys_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -170,11 +170,11 @@ def test_a_list_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_device_keys(tmp_path / "binary")
 
 
-# In a run.
+# Runs.
 
 
 def lying_app(lies: dict[int, str]) -> ClientApp:
-    """The clients of `pulled_app`, some of which say that they are others."""
+    """The clients of `pulled_app`, of which some claim another client's id."""
     honest = pulled_app()
     app = ClientApp()
 
@@ -204,7 +204,7 @@ def run_with(
     observe: Callable[[events.Event], object] = id,
     updates: int = 10,
 ) -> list[events.Event]:
-    """Run some updates of a fleet with these keys; return what happened."""
+    """Run some updates of a fleet with these keys; return the events."""
     grid = grid_of(lying_app(lies), devices(*[1.0] * len(keys)))
     nodes = [Node(node, key) for node, key in zip(grid.get_node_ids(), keys, strict=True)]
     vars(grid)["get_nodes"] = lambda: nodes
@@ -222,7 +222,7 @@ def run_with(
 def test_a_node_with_a_stolen_id_gets_no_work_and_locks_nobody_out(
     listed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The thief has the key of c1 and is asked before c0 is.
+    # The thief has the key of c1, and is greeted before c0.
     seen = run_with(listed, {0: "c0", 1: "c0"}, 1, 0)
     (claim,) = of(events.ClaimRefused, seen)
     assert (claim.client, claim.reason) == (
@@ -267,7 +267,7 @@ def test_a_client_whose_key_is_revoked_leaves_with_its_work(listed: Path) -> Non
 
     seen = run_with(listed, {}, 0, 1, observe=revoke, updates=20)
     clients = [update.client for update in of(events.UpdateApplied, seen)]
-    # The fleet is looked at every five seconds.
+    # The fleet is checked every five seconds.
     assert clients.count("c1") < 5
     assert clients[-2:] == ["c0", "c0"]
     assert next(event.client for event in of(events.ClientLeft, seen)) == "c1"

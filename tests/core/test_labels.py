@@ -1,4 +1,4 @@
-"""Labels of clients: their format, their source, and the selection of clients by label."""
+"""Labels of clients: format, source, and the selection of clients by label."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_file_counts_more_than_what_a_client_states(
     ],
 )
 def test_a_condition_names_all_that_must_hold(where: str, is_in: bool) -> None:
-    # A label cannot give it another id.
+    # A label named "id" does not replace the client's id.
     client = Client("c0", 1, group=3, labels=KITCHEN | {"id": "c1"})
     assert Labels(where=where).admit(client) is is_in
 
@@ -136,7 +136,7 @@ def test_clients_of_a_group_of_the_data_are_chosen_alike(tmp_path: Path) -> None
     seen = run(tmp_path / "out", where="group=1", **keys)
     joined = [event for event in seen if isinstance(event, events.ClientJoined)]
     assert [event.group for event in joined] == [1, 1]
-    # With no such client the run says so.
+    # The run ends with a message if no client is selected.
     seen = run(tmp_path / "none", where="group=7", **keys)
     assert isinstance(seen[-1], events.RunEnded)
     assert seen[-1].reason == "no client is group=7"

@@ -160,7 +160,7 @@ def test_sizes_of_methods_are_bounded() -> None:
 
 
 def test_devices_are_not_replaced_by_files(tmp_path: Path) -> None:
-    """A page and a health file take the place of what has their name."""
+    """Pages and health files are written by replacing the file of that name."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(UserError, match="not a regular file"):

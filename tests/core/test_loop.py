@@ -31,7 +31,7 @@ FOREVER = math.inf
 METHODS = [CASA, FedAsync, FedBuff, Standalone]
 
 
-# By hand.
+# Runs traced by hand.
 
 
 def test_fedasync_with_a_fast_and_a_slow_client() -> None:
@@ -91,8 +91,8 @@ def test_fedbuff_steps_after_every_k_updates() -> None:
     assert updates[2].weight == pytest.approx(0.5 / math.sqrt(2))
     assert strategy.models[0].vector.tolist() == pytest.approx([2.5 + 5 / math.sqrt(2)] * 8)
     assert strategy.models[0].version == 3
-    # Kept are the versions that somebody still trains from: c1 was sent 1 at t = 3, before c0's
-    # reply of that moment.
+    # Only versions that a client still trains from are kept: c1 was sent version 1 at 3 s, before
+    # c0's reply of the same moment.
     assert set(strategy.bases.vectors) == {"0/1"}
 
 
@@ -110,7 +110,7 @@ def test_after_a_step_that_is_not_finite_fedbuff_takes_the_next_one() -> None:
     assert [u.reason for u in of(events.UpdateRejected, seen)] == [
         "the model would hold NaN or infinity"
     ]
-    # What was collected went with the refused step: (10⁻³⁰ + 10⁻³⁰) · 10³⁰ / 2.
+    # The refused step discards its buffer: the next one is (10⁻³⁰ + 10⁻³⁰) · 10³⁰ / 2.
     assert strategy.models[0].vector.tolist() == pytest.approx([1.0] * 8)
     assert strategy.models[0].version == 1
 
@@ -119,7 +119,7 @@ def test_standalone_clients_never_meet() -> None:
     strategy = Standalone()
     grid = grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0))
     seen = run(strategy, grid, num_rounds=4)
-    # c0 is sent 0, 4, 6 and returns 4, 6, 7; c1 returns −4. At 3 s the older task is first.
+    # c0 is sent 0, 4, 6 and returns 4, 6, 7; c1 returns −4. At 3 s the older task's reply is first.
     assert [(u.time, u.client, u.cluster) for u in of(events.UpdateApplied, seen)] == [
         (1.0, "c0", 0),
         (2.0, "c0", 0),
@@ -128,7 +128,7 @@ def test_standalone_clients_never_meet() -> None:
     ]
     assert strategy.models[0].vector.tolist() == [7.0] * 8
     assert strategy.models[1].vector.tolist() == [-4.0] * 8
-    # Nothing travels.
+    # No model is sent over the network.
     assert {(u.bytes_down, u.bytes_up) for u in of(events.UpdateApplied, seen)} == {(0, 0)}
 
 
@@ -144,7 +144,7 @@ def test_the_result_holds_models_and_evaluations() -> None:
     result = Standalone().run(
         grid, MODEL, 4, evaluate_fn=evaluate_fn, plan=Plan(eval_every=2), observe=seen.append
     )
-    # Each cluster's arrays have the names that the model's own `load_state_dict` takes.
+    # Each cluster's arrays have the names that the model's `load_state_dict` expects.
     assert {cluster: read(arrays).tolist() for cluster, arrays in result.clusters.items()} == {
         0: [6.0] * 8,
         1: [-6.0] * 8,
@@ -152,7 +152,7 @@ def test_the_result_holds_models_and_evaluations() -> None:
     assert list(result.arrays) == ["w", "b"]
     assert read(result.arrays).tolist() == [6.0] * 8
     assert result.client_clusters == {"c0": {0: 1.0}, "c1": {1: 1.0}}
-    # Once per cluster; every client's cluster counts alike.
+    # Called once per cluster; the mean has equal weights.
     models = [(0, 0.0), (0, 0.0), (2, 4.0), (2, -4.0), (4, 6.0), (4, -6.0)]
     assert central == [(updates, ["w", "b"], value) for updates, value in models]
     assert {n: m["x"] for n, m in result.evaluate_metrics_serverapp.items()} == {0: 0, 2: 0, 4: 0}
@@ -166,7 +166,7 @@ def test_the_result_holds_models_and_evaluations() -> None:
     }
 
 
-# Who gets work.
+# Clients that get work.
 
 
 class Counted(FedAsync):
@@ -261,7 +261,7 @@ def test_an_app_without_queries_takes_part_as_its_node() -> None:
 
 
 def greeting(**metrics: float) -> ClientApp:
-    """An app whose clients introduce themselves with these metrics."""
+    """An app whose clients greet with these metrics."""
     app = pulled_app()
     greeted = ClientApp()
 
@@ -316,7 +316,7 @@ def test_an_invalid_group_is_ignored(group: float) -> None:
     assert of(events.ClientJoined, seen)[0].group is None
 
 
-# How a run ends.
+# Ends of runs.
 
 
 def test_all_clients_gone_ends_the_run_at_the_time_when_the_last_one_left() -> None:
@@ -385,7 +385,7 @@ def test_an_interruption_ends_the_run_with_what_was_done() -> None:
     grid = grid_of(pulled_app([8 * ONES], change=interrupt), devices(1.0))
     result = half().run(grid, MODEL, observe=seen.append)
     assert seen[-1] == events.RunEnded(4.0, 3, "interrupted by the user", Ending.INTERRUPTED)
-    # 0 → 2 → 3.5 → 4.625.
+    # The model goes 0 → 2 → 3.5 → 4.625.
     assert read(result.arrays).tolist() == [4.625] * 8
 
 

@@ -1,4 +1,4 @@
-"""Runs on virtual time end when no event can change anything any more."""
+"""Runs on virtual time end when no event can change anything any more (quiescence)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(
     drift: Schedule | None = None,
     requests: str = "loss",
 ) -> list[events.Event]:
-    """Let clients look at their losses every 10 s; return what was reported, the end included."""
+    """Let clients measure their losses every 10 s; return the events, with the end."""
     seen: list[events.Event] = []
     plan = Plan(eval_every=1000, drift=drift, max_time=LONG)
     grid = grid_of(drifting_app(rise), devices)
@@ -42,7 +42,7 @@ def ended(seen: Sequence[events.Event]) -> events.RunEnded:
 
 def test_a_run_ends_when_all_clients_have_measured_and_no_data_will_change() -> None:
     seen = run([Device(), Device(seconds_per_round=3.0)])
-    # They look as soon as they have trained: the second one after 3 s.
+    # They measure as soon as they have trained: the second one after 3 s.
     reason = "at rest: no client's loss rises, and no data will change"
     assert ended(seen) == events.RunEnded(3.0, 2, reason, Ending.AT_REST)
 
@@ -58,7 +58,7 @@ def test_clients_whose_changed_data_are_no_harder_are_quiescent() -> None:
 
 
 def test_data_that_change_with_others_uploads_are_measured_again() -> None:
-    # c0 has looked when the slow c1's upload moves all data on.
+    # The data of all clients change at slow c1's upload, after c0 has measured.
     devices = [Device(), Device(seconds_per_round=30.0)]
     seen = run(devices, [1.0, 1.2], Schedule("updates", (2.0,)))
     assert [client for _, client, _ in updates_of(seen)].count("c0") == 2
@@ -83,11 +83,12 @@ def test_no_client_is_quiescent_before_the_last_change_by_time(
 @pytest.mark.parametrize(
     ("online", "updates"),
     [
-        # A newcomer; one that comes back without having trained; one that is gone for good.
+        # A newcomer; a client that comes back before it has trained; a client that never comes
+        # back.
         (((70.0, math.inf),), 2),
         (((0.0, 0.5), (70.0, math.inf)), 2),
         (((0.0, 0.5),), 1),
-        # One that has looked, and will be back, is not waited for.
+        # A client that has measured, and will be back, is not waited for.
         (((0.0, 10.0), (400.0, math.inf)), 2),
     ],
 )
@@ -102,7 +103,7 @@ def test_absent_clients_are_waited_for_unless_they_are_quiescent(
 def test_devices_that_come_and_go_for_ever_become_quiescent() -> None:
     comes = Device(seconds_per_round=15.0, mean_online=20.0, mean_offline=30.0)
     seen = run([Device(), *[comes] * 4])
-    # Whoever loses its work by going offline is waited for; who has looked is not.
+    # A client that loses its work by leaving is waited for, but not one that has measured.
     trained = updates_of(seen)
     assert {client for _, client, _ in trained} == {f"c{i}" for i in range(5)}
     assert (ended(seen).time, ended(seen).ending) == (trained[-1][2], Ending.AT_REST)

@@ -1,4 +1,4 @@
-"""A model as a flat vector and in messages, and invalid models."""
+"""Models as flat vectors and in messages, and invalid models."""
 
 import io
 import pickle
@@ -81,7 +81,7 @@ def test_pack_and_unpack_are_each_others_inverse(values: np.ndarray) -> None:
     assert vector.tolist() == [*values.ravel().tolist(), 1, 2]
     back = spec.pack(vector)
     assert list(back) == ["first", "last"]
-    # Flower reads what we write.
+    # Flower reads messages that Raceme writes.
     restored = back["first"].numpy()
     assert restored.shape == values.shape
     assert restored.dtype == values.dtype
@@ -151,7 +151,7 @@ def test_large_finite_numbers_are_accepted() -> None:
 
 
 class Bomb:
-    """Does harm when it is unpickled."""
+    """Fails the test when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return (pytest.fail, ("something was unpickled",))
@@ -193,7 +193,7 @@ def test_damaged_bytes_raise_nothing_else(data: st.DataObject) -> None:
     assert np.isfinite(vector).all()
 
 
-# What of a model is compared, what is mixed, and what only counts.
+# Parts of a model: compared weights, averaged weights, and counters.
 
 
 def normalised() -> ModelSpec:
@@ -255,8 +255,8 @@ def test_the_roles_of_a_models_arrays_cannot_be_changed() -> None:
 def test_a_residual_networks_weights_are_told_from_its_statistics_and_counters() -> None:
     config = RunConfig(model="networks:resnet18")
     spec = ModelSpec.of(models.initial_arrays(config, DataShape((3, 32, 32), 10)))
-    # 11,689,512 weights with 1,000 classes; 513 less for each class that there is not. Its 20
-    # layers of batch normalisation have 4,800 channels together.
+    # torchvision counts 11,689,512 weights for 1,000 classes, 513 per class. The 20 layers of batch
+    # normalisation have 4,800 channels in total.
     weights = 11_689_512 - 990 * 513
     assert spec.size == weights + 2 * 4_800 + 20
     assert spec.compared(np.zeros(spec.size, np.float32)).shape == (weights,)

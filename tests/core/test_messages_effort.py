@@ -1,4 +1,4 @@
-"""Simulated tasks cost the time of the clients' work."""
+"""A simulated task takes the time of the client's work."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Clients that state impossible values: effects on a run's events, log, store and pages."""
+"""Clients that report impossible values: effects on a run's events, log, store and pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HUGE = "x" * 30_000_000
 
 
 def stating(app: ClientApp, spoiled: int, **stated: object) -> ClientApp:
-    """Let one client of an app state something else when it tests; names with _ are settings."""
+    """Let one client report other values when it tests; names that begin with _ are settings."""
     outer = ClientApp()
 
     @outer.query()
@@ -47,7 +47,7 @@ def stating(app: ClientApp, spoiled: int, **stated: object) -> ClientApp:
 
 
 def grid_with(spoiled: int = 0, clients: int = 5, **stated: object) -> VirtualGrid:
-    """Return a fleet of which one client (or none: -1) states something else when it tests."""
+    """Return a fleet of which one client (none: -1) reports other values when it tests."""
     app = stating(pulled_app([ONES] * clients), spoiled, **stated)
     return grid_of(app, devices(*[1.0] * clients))
 
@@ -120,7 +120,7 @@ def test_test_samples_beyond_belief_do_not_make_the_weighted_accuracy() -> None:
     honest = run(half(), grid_with(-1), num_rounds=2)
     lying = run(half(), grid_with(num_examples=2**52, accuracy=0.0), num_rounds=2)
     for before, now in zip(of(events.Evaluated, honest), of(events.Evaluated, lying), strict=True):
-        # Ten times the median: 50 of 70 samples, not all of them.
+        # It counts for ten times the median, 50 of 70 samples.
         assert now.weighted_accuracy == pytest.approx(before.weighted_accuracy * 20 / 70)
 
 

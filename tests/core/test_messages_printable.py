@@ -1,4 +1,4 @@
-"""Statements of clients are made printable and bounded."""
+"""Text from clients is made printable and bounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raceme.core.messages import (
 
 
 def len_of(said: object) -> str:
-    """Name a case whose value is too long to be its name."""
+    """Name a test case whose value is too long for a name."""
     return type(said).__name__
 
 

@@ -1,4 +1,4 @@
-"""Events at given times: wake-ups of methods, and clients' data that change."""
+"""Events at given times: wake-ups of methods, and changes of clients' data."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from raceme.strategies import FedAsync, FedAvg, Plan
 
 
 class InSpans(FedAsync):
-    """FedAsync in windows of time, of which all take part."""
+    """FedAsync in windows of time in which all clients take part."""
 
     def scheduler(self) -> Scheduler:
         return InWindows(3.6, lambda online, rng: online)
 
 
 class Alarm(EveryIdle):
-    """Lets everybody work, and calls its method at some times."""
+    """Lets all clients work, and calls its method at given times."""
 
     def __init__(self, times: list[float], ring: Callable[[], None]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Alarm(EveryIdle):
 
 
 class Timed(FedAsync):
-    """FedAsync that wants to be woken at these times."""
+    """FedAsync with wake-ups at given times."""
 
     def __init__(self, *times: float) -> None:
         self.times, self.woken = list(times), []
@@ -100,11 +100,11 @@ def test_a_time_that_never_moves_does_not_stop_the_clock() -> None:
     assert seen[-1].time == 3.0
 
 
-# Data that move on.
+# Changing data.
 
 
 def noting(app: ClientApp, steps: list[tuple[str, int | None]]) -> ClientApp:
-    """Let an app note at which step it is asked to work."""
+    """Let an app note the step of each task."""
     noted = ClientApp()
 
     def note(kind: str, message: Message, context: Context) -> Message:
@@ -148,7 +148,7 @@ def test_messages_have_no_step_without_drift() -> None:
 
 
 def test_steps_change_with_time() -> None:
-    # c0 works from 0, 2, 4, 6, 8 s for 2 s each; data move on at 3 s and at 8 s.
+    # c0 trains for 2 s each from 0, 2, 4, 6 and 8 s; the data change at 3 s and at 8 s.
     seen, steps = drifting(Schedule("seconds", (3.0, 8.0)), 5, 2.0)
     assert changed(seen) == [(3.0, 1, None, 1), (8.0, 4, None, 2)]
     assert [u.step for u in of(events.UpdateApplied, seen)] == [0, 0, 1, 1, 2]
@@ -164,7 +164,7 @@ def test_steps_change_with_time() -> None:
 
 
 def test_steps_by_updates_are_those_of_all_clients() -> None:
-    # c1 was given its task before the second update.
+    # c1's task was sent before the second update.
     seen, _ = drifting(Schedule("updates", (2,)), 5, 1.0, 2.5)
     assert changed(seen) == [(2.0, 2, None, 1)]
     updates = of(events.UpdateApplied, seen)
@@ -179,7 +179,7 @@ def test_steps_by_updates_are_those_of_all_clients() -> None:
 
 def test_steps_by_uploads_are_each_clients_own() -> None:
     seen, _ = drifting(Schedule("uploads", every=2.0), 6, 1.0, 2.5)
-    # At the second and fourth upload of c0, and the second of c1, after which it is only tested.
+    # At the second and fourth upload of c0, and at c1's second, after which c1 is only tested.
     assert changed(seen) == [(2.0, 2, "c0", 1), (4.0, 5, "c0", 2), (5.0, 6, "c1", 1)]
     updates = of(events.UpdateApplied, seen)
     assert [(u.client, u.time, u.step) for u in updates] == [
@@ -198,7 +198,7 @@ def test_steps_by_rounds_move_before_the_next_round_is_handed_out() -> None:
     grid = grid_of(noting(pulled_app(), steps), devices(1.0, 2.0))
     plan = Plan(eval_every=2, drift=Schedule("rounds", every=1.0))
     FedAvg().run(grid, MODEL, 6, plan=plan, observe=seen.append)
-    # Two clients, three rounds of 2 s: the first round and its test are on the first data.
+    # Two clients, three rounds of 2 s: the first round and its test use the first data.
     assert steps == [
         *[("evaluate", 0)] * 2,
         *[("train", 0)] * 2,
@@ -215,8 +215,8 @@ def test_steps_by_rounds_move_before_the_next_round_is_handed_out() -> None:
 def test_steps_by_windows_move_when_a_window_is_over() -> None:
     seen: list[events.Event] = []
     plan = Plan(eval_every=100, drift=Schedule("rounds", (1, 2)))
-    # In windows of 3.6 s updates come at 1, 2 and 3 s; that of 4 s is given up, though its device
-    # is busy until then, and the next ones come at 5, 6 and 7 s, and at 9 and 10 s.
+    # In windows of 3.6 s updates come at 1, 2 and 3 s. The next reply, at 4 s, is too late; the
+    # device then continues with replies at 5, 6 and 7 s, and at 9 and 10 s.
     method = InSpans()
     method.run(grid_of(pulled_app(), devices(1.0)), MODEL, 8, plan=plan, observe=seen.append)
     assert [u.step for u in of(events.UpdateApplied, seen)] == [0, 0, 0, 1, 1, 1, 2, 2]
@@ -249,7 +249,7 @@ def test_a_resumed_run_does_not_report_a_step_twice(unit: Unit) -> None:
     [
         (Schedule("seconds", (2.0, 3.5)), [(0.0, 0), (2.0, 1), (3.5, 2), (4.0, 2)]),
         (Schedule("updates", (2.0,)), [(0.0, 0), (2.0, 1), (4.0, 1)]),
-        # A round is tested on the data that it was trained on: data move on when it is over.
+        # A round is tested on the data that it was trained on: data change after it.
         (Schedule("rounds", (2.0,)), [(0.0, 0), (2.0, 1), (4.0, 1)]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Names of users' own parts: how they are found, and errors about unusable ones."""
+"""Names of users' own components: lookup, and errors about unusable ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with modules, in which the process is, but which Python does not search."""
+    """A current folder with modules, which is not on Python's path."""
     (tmp_path / "plugged.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("import raceme\n\nraise RuntimeError('not today')\n")
     (tmp_path / "misspelt.py").write_text("def f(:\n")
@@ -79,7 +79,7 @@ def install(folder: Path, package: str, entries: str, monkeypatch: pytest.Monkey
 
 
 def strategies() -> Registry:
-    """Return a registry of strategies that has looked for no entry points yet."""
+    """Return a registry of strategies that has not searched for entry points yet."""
     return Registry(
         "strategy",
         STRATEGIES._targets,
@@ -126,7 +126,7 @@ def test_a_class_in_the_current_folder_is_found_and_its_keys_have_its_name() -> 
         RunConfig.from_mapping({**keys, "mine.speed": 0})
     with pytest.raises(UserError, match=r"Did you mean 'mine.speed'\?"):
         RunConfig.from_mapping({**keys, "mine.sped": 1})
-    # As Flower's run config says it.
+    # The form in Flower's run config.
     assert RunConfig.from_mapping({"set": "strategy=plugged:Mine mine.speed=0.25"}) == config
 
 
@@ -166,7 +166,7 @@ def test_a_package_may_not_take_a_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str, said: str
 ) -> None:
     install(folder, "garden", f"[raceme.strategies]\n{entries}\n", monkeypatch)
-    # Before a run of Raceme's own method of that name, too.
+    # The error also comes before a run of Raceme's own method.
     with pytest.raises(UserError, match=said):
         strategies().check("fedasync")
 
@@ -228,7 +228,7 @@ def test_only_modules_of_users_have_a_code_digest(
     (tmp_path / "helping.py").write_text("rate = 1\n")
     (tmp_path / "unused.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    # A recorded fleet and Raceme's own functions are no modules of a user.
+    # Recorded fleets and Raceme's own functions do not count as a user's modules.
     none = {"devices": "trace:runs", "model": "raceme.training.models:cnn", "strategy": "casa"}
     assert code_of(none) == code_of({"dataset": "missing:data"}) == ""
     keys = {**none, "dataset": "coded:data"}

@@ -25,7 +25,7 @@ from raceme.strategies import FedAsync, Standalone
 
 
 class Mirror(Standalone):
-    """Sends every client what it has uploaded itself."""
+    """Sends every client the model that it has uploaded."""
 
     needs = Needs(pretrained=True)
 
@@ -48,7 +48,7 @@ def test_scores_change_nothing_else_in_a_run(tmp_path: Path) -> None:
     ]
     updates = read_run(tmp_path / "scored").updates
     assert np.isfinite(updates.accuracy_before).all()
-    # A client's first upload has no former one, whose answer could be tested; all others have.
+    # A client's first upload has no previous one whose answer could be tested.
     first = [client not in updates.client[:index] for index, client in enumerate(updates.client)]
     assert np.isnan(updates.accuracy_after).tolist() == first
     assert plain.summary["accuracy_before"] is None
@@ -59,7 +59,7 @@ def test_scores_change_nothing_else_in_a_run(tmp_path: Path) -> None:
 def test_the_second_score_is_of_the_sent_model_on_the_data_of_the_previous_upload(
     tmp_path: Path,
 ) -> None:
-    # What a client uploads is what it gets, so that after is before.
+    # A client is sent its own upload, so that "after" equals the previous "before".
     own = resolve(config(tmp_path / "own", strategy="standalone", score_uploads=True))
     method = Mirror(seed=0)
     method.features = Chain.of(own)
@@ -119,7 +119,7 @@ def test_an_invalid_mixture_is_not_reported(shares: float | list[float]) -> None
 
 
 class Sets:
-    """Three test sets, on which a model's accuracy is the number that it holds for them."""
+    """Three test sets, on which a model's accuracy is the weight of the set's index."""
 
     tests = 3
 
@@ -138,7 +138,7 @@ def test_each_cluster_is_tested_on_its_own_set() -> None:
 
 
 class Following(FedAsync):
-    """A method whose one cluster is of the first distribution."""
+    """A method whose only cluster follows the first distribution."""
 
     has_distributions = True
 

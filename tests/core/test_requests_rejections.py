@@ -26,7 +26,7 @@ from raceme.strategies import CASA, FedAsync, FedBuff, Method, Plan, Standalone
 METHODS = [CASA, FedAsync, FedBuff, Standalone]
 
 
-# Which they are.
+# Reasons of rejections.
 
 
 def with_arrays(values: np.ndarray | ArrayRecord) -> Change:
@@ -113,7 +113,7 @@ def test_an_invalid_reply_is_reported_and_changes_nothing(spoil: Change, reason:
     assert reason in rejected.reason
     assert "<" not in rejected.reason
     assert strategy.progress.rejected == 1
-    # The client gets work again at once, and this time it is used: 0 → 4, of which half.
+    # The client gets work again at once, and its next update is used: half way from 0 to 4.
     (update,) = of(events.UpdateApplied, seen)
     assert (update.time, update.client, update.base_version) == (2.0, "c1", 0)
     assert strategy.models[0].vector.tolist() == [2.0] * 8
@@ -179,15 +179,15 @@ def test_a_run_without_valid_replies_ends_and_names_the_reason() -> None:
 
 def test_a_lost_task_is_given_up_at_its_timeout_and_the_client_gets_work_again() -> None:
     seen = run(half(), grid_of(pulled_app(), [Device(drop=1.0)]), timeout=30.0, max_time=95.0)
-    # Rests of 0 and 1 s after the first two.
+    # Pauses of 0 and 1 s after the first two failures.
     assert [r.time for r in of(events.UpdateRejected, seen)] == [30.0, 60.0, 91.0]
 
 
-# Replies that nobody waits for.
+# Replies without a task.
 
 
 class Echoing(VirtualGrid):
-    """A grid on which each reply comes twice."""
+    """A grid on which each reply arrives twice."""
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         replies = super().wait(message_ids, until)
@@ -208,7 +208,7 @@ class Intruded(VirtualGrid):
 
 
 class Tenacious(VirtualGrid):
-    """A grid that delivers replies that were given up, too."""
+    """A grid that also delivers replies to cancelled messages."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         self.pushed = [*getattr(self, "pushed", []), *super().push_messages(messages)]
@@ -249,13 +249,13 @@ def test_an_unexpected_reply_changes_nothing_and_is_counted(
     rejected = of(events.UpdateRejected, seen)
     assert {(r.client, r.reason[:20]) for r in rejected} == {(whose, "no task waits for it")}
     assert len(rejected) == disturbed.progress.rejected >= 6
-    # Whoever sends such replies cannot end a run with them.
+    # Such replies do not count towards the limit that ends a run.
     assert not disturbed.progress.rejected_in_a_row
 
 
 def test_a_reply_to_a_task_that_was_given_up_is_ignored() -> None:
-    # Windows end at 2.5 s and 5 s. The device takes 2 s for each task, one after the other: those
-    # of 2 s and 2.5 s are given up with their windows, and come at 4 s and 6 s all the same.
+    # Windows end at 2.5 s and 5 s, and each task takes 2 s, one after the other: those sent at 2 s
+    # and 2.5 s time out with their windows, and their replies arrive at 4 s and 6 s.
     seen = on_grid(Tenacious, InSpans(), 2.0)
     rejected = of(events.UpdateRejected, seen)
     assert [(r.dispatched_at, r.time, r.reason[:20]) for r in rejected] == [
@@ -323,7 +323,7 @@ def test_any_reply_is_a_valid_update_or_a_rejection(content: RecordDict) -> None
 
 def test_a_change_that_would_spoil_a_model_is_refused_and_what_was_placed_is_reported() -> None:
     class Spoils(FedAsync):
-        """Founds a cluster, and then takes a step into nowhere, once."""
+        """Founds a cluster, and then returns an invalid model, once."""
 
         def on_update(self, update: Update) -> Outcome:
             if len(self.models) == 1:

@@ -27,7 +27,7 @@ from raceme.training import models
 
 
 class Asking(FedAsync):
-    """FedAsync with two models that asks every client first for label counts, then for losses."""
+    """FedAsync with two models that queries clients for label counts, then for losses."""
 
     def __init__(self, kinds: tuple[str, ...] = (LABEL_COUNTS, LOSSES)) -> None:
         super().__init__(FedAsyncParameters(alpha=0.5, decay="constant"))
@@ -51,7 +51,7 @@ class Asking(FedAsync):
 
 
 def asked_app(seen: list[dict[str, Any]], change: Change | None = None) -> ClientApp:
-    """An app that knows label counts and losses, and notes what it is sent."""
+    """An app that answers queries for label counts and losses, and notes its messages."""
     base, app = pulled_app(), ClientApp()
 
     def reply(message: Message, context: Context, **numbers: np.ndarray) -> Message:
@@ -104,17 +104,17 @@ def test_answers_of_every_kind_reach_the_method() -> None:
         "label-counts",
         {},
     )
-    # The models in the order that the work names them: cluster 1 holds ones, cluster 0 zeros.
+    # The models are in the order of the request: cluster 1 holds ones, cluster 0 zeros.
     assert losses.numbers["losses"].tolist() == [[1.0, 6.0], [0.0, 5.0]]
     assert losses.task.candidates == {1: 0, 0: 0}
-    # A question costs no time, work on losses does; neither is an update.
+    # A query takes no time, measuring losses does; neither is an update.
     (update,) = of(events.UpdateApplied, seen)
     assert (update.dispatched_at, update.time) == (2.0, 4.0)
     assert losses.task.bytes_down == 2 * counts.task.bytes_down + 2 * MODEL.count_bytes()
     assert losses.bytes_up > 0
     assert not of(events.UpdateRejected, seen)
     assert strategy.progress.in_flight == {}
-    # Both are reported with what travelled; without a word of the method the phase is the kind.
+    # Both are reported with their bytes; the default phase is the kind of work.
     taken = of(events.AnswerTaken, seen)
     assert [(e.time, e.client, e.kind, e.phase) for e in taken] == [
         (0.0, "c0", "label-counts", "label-counts"),
@@ -136,7 +136,7 @@ def test_a_round_may_consist_of_answers() -> None:
 
     strategy = InTurn((LOSSES,))
     seen = run(strategy, grid_of(asked_app([]), devices(1.0, 3.0)), num_rounds=2)
-    # Both have answered at 3 s; the round of training begins then.
+    # Both have answered at 3 s, when the training round begins.
     assert [(u.dispatched_at, u.client, u.time) for u in of(events.UpdateApplied, seen)] == [
         (3.0, "c0", 4.0),
         (3.0, "c1", 6.0),
@@ -198,7 +198,7 @@ def test_an_answer_to_other_work_is_refused_in_one_line(
     assert rejected.reason.startswith(reason)
     assert "\n" not in rejected.reason
     assert f"The answer of c0 was rejected: {rejected.reason}" in caplog.messages
-    # It is asked again, and nothing is lost.
+    # The client is queried again, and nothing is lost.
     assert len(strategy.answers["c0"]) == 1
     assert len(of(events.UpdateApplied, seen)) == 1
 
@@ -221,7 +221,7 @@ def test_a_model_in_reply_to_other_work_is_refused(caplog: pytest.LogCaptureFixt
 
 
 class Unheard(FedAsync):
-    """Asks for what no client knows, once."""
+    """Requests a kind of work that no client knows, once."""
 
     asked = False
 
@@ -260,7 +260,7 @@ def test_racemes_own_clients_answer_every_kind() -> None:
         assert (losses.numbers["losses"] > 0).all()
 
 
-# Mistakes of a method.
+# Errors of a method.
 
 
 def test_a_method_must_not_request_work_of_an_offline_client() -> None:
@@ -290,7 +290,7 @@ def test_a_setting_that_no_client_reads_is_refused() -> None:
         UserError, match=r"setting in a request of Slower 'lr_scale'\. Did you mean 'lr-scale'\?"
     ):
         Slower().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1)
-    # What a method declares, or the run's own settings say, is let through.
+    # Settings that the method declares, or that the run configures, are accepted.
     Declared().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1)
     own = ConfigRecord({"lr_scale": 1.0})
     Slower().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1, train_config=own)

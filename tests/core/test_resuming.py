@@ -65,7 +65,7 @@ UPDATES = 90
 
 
 def troubled_fleet() -> VirtualGrid:
-    """Twelve clients in three groups that are slow, lose tasks, and come and go."""
+    """Twelve clients in three groups that are slow, lose tasks, come and go."""
     rng = np.random.default_rng(0)
     targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
     fleet = [
@@ -82,7 +82,7 @@ def troubled_fleet() -> VirtualGrid:
 
 
 def is_in_the_midst(strategy: Method) -> bool:
-    """Return whether some of a round have answered and others have not; or just work is open."""
+    """Return whether work is in flight, and in rounds whether some clients have answered."""
     state = getattr(strategy.scheduling, "state", None)
     return bool(strategy.progress.in_flight) and bool(getattr(state, "updates", True))
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(method: type[Method]
     steps = itertools.count()
 
     def save() -> str:
-        """Keep the state in the midst of greetings, and twice later in the midst of work."""
+        """Save the state once during the greetings, and twice later while work is in flight."""
         due = (7, 40, 70)[len(saved)] if len(saved) < 3 else math.inf
         if next(steps) >= due and (not saved or is_in_the_midst(strategy)):
             saved.append((len(seen), whole(strategy, grid)))
@@ -131,7 +131,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(method: type[Method]
 
 
 def test_a_round_that_is_resumed_has_the_updates_that_were_there() -> None:
-    # c0 is back at 1 s; the state is saved at 1 s, while c1 works until 3 s.
+    # c0 answers at 1 s; the state is saved at 1 s, while c1 works until 3 s.
     def fleet() -> VirtualGrid:
         return grid_of(pulled_app([2 * np.ones(8), 8 * np.ones(8)]), [Device(), Device(3.0)])
 

@@ -1,4 +1,4 @@
-"""Clients that decide when they work: request times by hand, and their losses."""
+"""Clients that decide when they train: request times by hand, and triggers by loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def every(seconds: float) -> Callable[[Client, float, np.random.Generator], floa
     return lambda client, now, rng: now + seconds * (1 + int(client.client_id[1:]))
 
 
-# Times.
+# Request times.
 
 
 def test_a_client_is_given_work_when_it_asks() -> None:
@@ -43,7 +43,7 @@ def test_a_client_is_given_work_when_it_asks() -> None:
     assert bench.policy.wake_at() == 4.0
     assert bench.answer("c0", 3.0) == ["c0"]
     assert bench.work(3.0) == []
-    # c1 asks at 4 s, c0 at 3 + 2 s.
+    # c1 requests at 4 s, c0 at 3 + 2 s.
     assert bench.work(4.0) == ["c1"]
     assert bench.policy.wake_at() == 5.0
     bench.leave("c0", 4.5)
@@ -51,7 +51,7 @@ def test_a_client_is_given_work_when_it_asks() -> None:
 
 
 def test_requests_on_virtual_time() -> None:
-    # c0 asks 2 s, c1 4 s after it has got free, and works for 1 s.
+    # c0 requests 2 s, c1 4 s after it becomes idle; training takes 1 s.
     seen = run(Asks(OnRequest(next_request=every(2.0))), [Device()] * 2, updates=4)
     assert updates_of(seen) == [
         (2.0, "c0", 3.0),
@@ -62,7 +62,7 @@ def test_requests_on_virtual_time() -> None:
 
 
 def test_a_request_that_must_wait_its_turn_does_not_stop_the_clock() -> None:
-    # Both ask at 2 s and 4 s, work takes 5 s, and only one may work at a time.
+    # Both request at 2 s and 4 s, training takes 5 s, and only one may train at a time.
     asks = Asks(OnRequest(next_request=every(2.0)))
     seen = run(asks, [Device(seconds_per_round=5.0)] * 2, updates=2, concurrency=1)
     assert updates_of(seen) == [(2.0, "c0", 7.0), (7.0, "c1", 12.0)]
@@ -101,7 +101,7 @@ def test_fixed_times_at_which_a_client_is_busy_pass() -> None:
     assert bench.work(0.0) == []
     assert bench.policy.wake_at() == 3.0
     assert bench.work(3.0) == ["c0"]
-    # Back at 3 s, at once: the next time is 13 s. Then it is busy at 23 s and 33 s.
+    # It answers at once, at 3 s: the next time is 13 s. Then it is busy at 23 s and 33 s.
     bench.answer("c0", 3.0)
     assert bench.work(3.0) == []
     assert bench.policy.wake_at() == 13.0
@@ -131,11 +131,11 @@ def test_other_work_leaves_a_request_as_it_is() -> None:
     assert bench.policy.wake_at() == 3.0
 
 
-# Losses.
+# Triggers by loss.
 
 
 def evaluate(bench: Bench, now: float, *losses: float, step: int = 0) -> bool:
-    """Let c0 look at its loss, which it must want now; return whether it will train."""
+    """Let c0 report its loss, which must be due now; return whether it will train."""
     assert bench.policy.evaluates_loss("c0")
     assert [c.client_id for c in bench.policy.choose(bench.selection_context(now))] == ["c0"]
     task = InFlight(bench.number, "c0", 0, 0, 0, now, 0, kind=LOSSES, step=step)
@@ -148,7 +148,7 @@ def evaluate(bench: Bench, now: float, *losses: float, step: int = 0) -> bool:
 
 
 def trained(loss: float = 1.0, **options: float) -> Bench:
-    """Return a bench whose c0 looks at 3, 13, 23 … s; it has trained and was back at 1 s."""
+    """Return a bench whose c0 measures at 3, 13, 23 … s; it has trained and answered at 1 s."""
     bench = Bench(asking("loss", 10.0, **options), 1)
     bench.policy.state.phases["c0"] = 3.0
     assert not bench.policy.evaluates_loss("c0")
@@ -174,7 +174,7 @@ def test_a_client_trains_when_its_loss_is_above_the_known_one_by_more_than_the_s
     assert evaluate(bench, 3.0, loss) is rises
     assert bench.work(3.0) == (["c0"] if rises else [])
     if rises:
-        # What it has trained is new: nothing is known of that model yet.
+        # After training the client has a new model, whose loss is unknown.
         bench.answer("c0", 4.0)
         assert bench.policy.state.known == {}
         assert bench.policy.evaluates_loss("c0")
@@ -192,7 +192,8 @@ def test_data_that_changed_before_the_first_measurement_are_compared_with_the_tr
     assert evaluate(trained(loss=1.0), 1.0, 1.5, step=1)
     assert not evaluate(trained(loss=1.0), 1.0, 1.5, step=0)
     assert not evaluate(trained(loss=1.4), 1.0, 1.5, step=1)
-    # A client that does not say its loss: what it sees first is the first that is known.
+    # A client that does not report its training loss: the first measured loss becomes the
+    # reference.
     silent = trained(loss=math.nan)
     assert not evaluate(silent, 1.0, 1.5, step=1)
     assert evaluate(silent, 3.0, 1.8, step=1)
@@ -227,7 +228,7 @@ def test_the_scheduler_ignores_answers_to_other_work() -> None:
 
 
 def test_on_virtual_time_clients_train_only_after_their_data_have_changed() -> None:
-    # Data move at 25 s and 45 s; only the second time does the loss rise by more than a tenth.
+    # Data change at 25 s and 45 s; only the second change raises the loss by more than a tenth.
     strategy = Asks(asking("loss", 10.0))
     seen: list[events.Event] = []
     plan = Plan(eval_every=1000, drift=Schedule("seconds", (25.0, 45.0)), max_time=80.0)
@@ -239,7 +240,7 @@ def test_on_virtual_time_clients_train_only_after_their_data_have_changed() -> N
         (0.0, "c1"),
         (0.0, "c2"),
     ]
-    # Each trains at its first look after 45 s, which lasts no time here, and never again.
+    # Each trains at its first measurement after 45 s, which takes no time here, and never again.
     phases = strategy.scheduling.state.phases
     second = {client: sent for sent, client, _ in updates[3:]}
     assert len(updates) == 6
@@ -249,7 +250,7 @@ def test_on_virtual_time_clients_train_only_after_their_data_have_changed() -> N
     assert set(strategy.scheduling.state.steps.values()) == {2}
 
 
-# Who hurries.
+# Requests that come too soon.
 
 
 def test_a_client_that_asks_too_soon_waits_and_is_logged_once(
@@ -262,14 +263,14 @@ def test_a_client_that_asks_too_soon_waits_and_is_logged_once(
     assert bench.work(0.1) == ["c0"]
     bench.answer("c0", 1.0)
     for upload in (1.0, 7.0, 13.0):
-        # It asks a tenth of a second after its upload, and may 5 s after it.
+        # It requests 0.1 s after its upload, and may train 5 s after it.
         assert bench.work(upload) == []
         assert bench.work(upload + 4.9) == []
         assert policy.wake_at() == upload + 5.0
         assert bench.work(upload + 5.0) == ["c0"]
         bench.answer("c0", upload + 6.0)
     assert policy.state.early == {"c0": 3}
-    # A record may be handled twice, by handlers that other tests have left.
+    # A record may be handled twice, by handlers that other tests have added.
     assert [r.getMessage() for r in dict.fromkeys(caplog.records)] == [
         "c0 would upload less than 5 s after its last upload: it has to wait "
         "(least-seconds; logged once per client)"
@@ -295,7 +296,7 @@ def test_measurements_are_no_uploads_but_training_waits() -> None:
     assert bench.work(21.0) == ["c0"]
 
 
-# Devices that decide.
+# Devices that decide themselves.
 
 
 def test_devices_are_invited_at_once_to_train_and_to_nothing_else() -> None:
@@ -322,12 +323,12 @@ def test_a_device_that_comes_back_too_soon_is_refused_and_invited_later() -> Non
     assert bench.policy.state.early == {"c0": 1}
     assert bench.work(3.5) == []
     assert bench.work(6.0) == ["c0"]
-    # What it wished to do is done now.
+    # The device's request is fulfilled.
     assert bench.policy.settings(Request("c0")) == {}
     assert not bench.policy.invited("c0")
     assert bench.answer("c0", 6.0) == ["c0"]
     assert bench.policy.settings(Request("c0")) == {"invitation": True}
-    # From now on it is not invited before it may upload.
+    # The next invitation is sent when it may upload again.
     assert bench.work(6.0) == []
     assert bench.policy.wake_at() == 11.0
 
@@ -353,7 +354,7 @@ def test_the_message_says_that_it_is_an_invitation() -> None:
     assert said == [True, True, None, None]
 
 
-# Resuming.
+# Resumption.
 
 
 def whole(strategy: FedAsync, grid: VirtualGrid) -> dict[str, Any]:

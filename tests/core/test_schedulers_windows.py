@@ -31,7 +31,7 @@ def test_members_of_a_window_work_again_and_again_until_it_ends() -> None:
     assert bench.answer("c0", 8.0) == ["c0"]
     assert bench.work(8.0) == ["c0"]
     late = bench.tasks["c1"]
-    # Nobody is back at 11 s: both are given up, and a new window begins.
+    # No client is back at 11 s: both tasks are cancelled, and a new window begins.
     assert bench.wake(11.0) == (["c0", "c1"], [])
     assert bench.policy.wake_at() == math.inf
     bench.fleet.clients["c0"].node_id = None
@@ -65,7 +65,7 @@ def test_windows_are_counted_when_they_are_over() -> None:
 
 
 class Waits:
-    """Remembers who waited in which window for how long."""
+    """Records each client's waiting time per window."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int, float]] = []
@@ -87,11 +87,12 @@ def test_updates_that_are_made_together_wait_for_the_last() -> None:
     assert bench.work(2.0) == []
     assert bench.answer("c1", 3.0) == []
     assert bench.answer("c2", 4.0) == ["c0", "c1", "c2"]
-    # c0 has waited 2 s, c1 1 s; all begin again at once.
+    # c0 has waited 2 s, c1 1 s; all start again together.
     assert bench.work(4.0) == ["c0", "c1", "c2"]
     assert bench.answer("c1", 6.0) == []
     late = bench.tasks["c2"]
-    # The window ends before c0 and c2 are back: c1, who waited 4 s more, counts alone.
+    # The window ends before c0 and c2 are back: only c1's update counts, after another 4 s of
+    # waiting.
     assert bench.wake(10.0) == (["c0", "c2"], ["c1"])
     assert waits.seen == [("c0", 1, 2.0), ("c1", 1, 5.0), ("c2", 1, 0.0)]
     assert sorted(bench.work(10.0)) == ["c0", "c1", "c2"]
@@ -111,7 +112,7 @@ def test_a_group_that_is_to_gather_waits_until_all_are_free_and_then_updates_onc
     assert bench.work(1.0) == ["c0"]
     assert bench.answer("c0", 2.0) == ["c0"]
     policy.gather(0)
-    # c0 waits for c1 and c2; c3 is of another group and goes on.
+    # c0 waits for c1 and c2; c3 is in another group and continues.
     assert bench.work(2.0) == []
     assert bench.answer("c3", 2.5) == ["c3"]
     assert bench.work(2.5) == ["c3"]
@@ -125,11 +126,11 @@ def test_a_group_that_is_to_gather_waits_until_all_are_free_and_then_updates_onc
     together = [bench.tasks[c].number for c in ("c0", "c1", "c2")]
     assert bench.answer("c2", 9.0) == ["c0", "c1", "c2"]
     assert sorted(policy.state.joint) == together
-    # Afterwards each goes on by itself.
+    # Afterwards clients continue independently.
     assert bench.work(9.0) == ["c0", "c1", "c2"]
     assert bench.answer("c1", 10.0) == ["c1"]
     bench.wake(20.0)
-    # c0: 2 to 5 and 6 to 9; c1: 3 to 5 and 7 to 9; c1 is idle from 10 on, and waits for nobody.
+    # c0 works 2–5 and 6–9 s, c1 3–5 and 7–9 s; from 10 s on c1 is idle, and does not wait.
     assert waits.seen == [("c0", 1, 6.0), ("c1", 1, 4.0), ("c2", 1, 0.0), ("c3", 1, 0.0)]
 
 
@@ -140,7 +141,7 @@ def test_a_synchronous_update_does_not_wait_for_lost_clients() -> None:
     bench.answer("c0", 1.0)
     assert bench.leave("c1", 2.0) == []
     assert bench.policy.lost(bench.tasks["c2"], 3.0)[0].task.client == "c0"
-    # Of a group that gathers, who has left does not keep the others.
+    # A client that has left does not delay the others of a gathering group.
     bench.idle.add("c2")
     policy = InWindows(20.0, everybody, lambda client: 0)
     bench = Bench(policy, 2)
@@ -162,9 +163,9 @@ def test_a_window_too_short_for_any_update_ends_the_run(
         bench.work(2.0 * window)
         bench.wake(2.0 * window + 2.0)
     assert "no update fits into the budget of 2 s" in policy.no_progress_reason()
-    # The first window says so at once, as a run may have no third one.
+    # The first window warns at once, as a run may have no third one.
     assert [record.args for record in caplog.records] == [(1, 2.0)]
-    # One that is done makes up for all.
+    # A single update resets the count of empty windows.
     bench.work(6.0)
     bench.answer("c0", 7.0)
     bench.wake(8.0)
@@ -190,8 +191,8 @@ class Windowed(FedAsync):
 
 
 def test_windows_on_virtual_time() -> None:
-    # c0 needs 4, c1 12 s: in a window of 10 s c0 is back twice, c1 never. A device that was given
-    # up is busy with its old work until 12 s, of which the server hears nothing.
+    # c0 needs 4 s, c1 12 s: in a window of 10 s c0 answers twice, c1 never. A device whose task is
+    # cancelled stays busy with it until 12 s.
     grid, seen = grid_of(pulled_app(), [Device(4.0), Device(12.0), Device()]), []
     Windowed().run(grid, MODEL, 4, plan=Plan(eval_every=1000), observe=seen.append)
     assert updates_of(seen) == [
@@ -202,23 +203,23 @@ def test_windows_on_virtual_time() -> None:
     ]
     rejected = [(e.time, e.client) for e in seen if isinstance(e, events.UpdateRejected)]
     assert sorted(rejected) == [(10.0, "c0"), (10.0, "c1")]
-    # What was given up is not kept for anybody.
+    # Replies to cancelled tasks are not kept.
     assert grid.state_dict()["arrived"] == []
 
 
 def test_replies_at_the_very_end_of_a_window_count() -> None:
-    # Both members answer at 5 and at 10 s, the end of the window.
+    # Both clients answer at 5 s and at 10 s, the end of the window.
     seen = run(Windowed(), [Device(5.0), Device(5.0)], updates=0, max_rounds=1)
     assert updates_of(seen) == [
         (start, client, start + 5.0) for start in (0.0, 5.0) for client in ("c0", "c1")
     ]
-    # No work is sent in a window that is over.
+    # No task is sent in a window that is over.
     assert not [event for event in seen if isinstance(event, events.UpdateRejected)]
 
 
 def test_a_number_of_windows_ends_a_run() -> None:
     seen = run(Windowed(), [Device(4.0), Device(12.0), Device()], updates=0, max_rounds=2)
-    # As above: c0 is back twice in each.
+    # c0 answers twice in each.
     assert seen[-1] == events.RunEnded(20.0, 4, "2 rounds are over")
 
 

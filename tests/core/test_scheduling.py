@@ -40,7 +40,7 @@ def test_clients_with_several_models_train_them_all_in_the_same_round() -> None:
     assert bench.answer("c0", 2.0) == []
     assert bench.work(2.0) == ["c0"]
     assert bench.tasks["c0"].cluster == 2
-    # All that it brought is acted on together with the others'.
+    # All updates of c0 are aggregated together with the others'.
     assert bench.answer("c0", 3.0) == ["c1", "c0", "c0", "c0"]
     assert bench.work(3.0) == ["c0", "c1"]
 
@@ -87,7 +87,7 @@ def second_round() -> Bench:
 
 def test_clients_have_twice_their_longest_time_or_the_median() -> None:
     bench = second_round()
-    # c0: 2 · max(1, median 3) = 6, c1: 2 · 3 = 6, c2: 2 · 5 = 10 s. The last of them counts.
+    # Limits: c0 2 · max(1, median 3) = 6 s, c1 2 · 3 = 6 s, c2 2 · 5 = 10 s. The largest counts.
     assert bench.answer("c1", 12.0) == []
     assert bench.policy.wake_at() == 20.0
     assert bench.answer("c2", 15.0) == []
@@ -106,7 +106,7 @@ def test_a_client_that_was_given_up_gets_twice_the_time_and_then_sits_out() -> N
             bench.wake(bench.policy.wake_at())
         now += 100.0
         took_part.append("c2" if "c2" in bench.work(now) else "")
-    # Its 5 s twice, doubled after each time at most three times; 0, 1, 3 and 7 rounds without it.
+    # 2 · 5 s, doubled after each timeout at most three times; 0, 1, 3 and 7 rounds without it.
     assert waited == [10.0, 20.0, 40.0, 80.0, 80.0]
     sat_out = "".join("x" if took else "." for took in took_part)
     assert sat_out == "x" + ".x" + "...x" + ".......x" + "." * 9
@@ -119,7 +119,7 @@ def test_an_update_makes_up_for_all_that_was_given_up() -> None:
         bench.answer("c1", now + 1.0)
         bench.wake(bench.policy.wake_at())
         bench.work(now + 30.0)
-    # It is the fourth round, and c2 sits it out.
+    # In the fourth round c2 backs off.
     assert [bench.answer(client, 71.0) for client in ("c0", "c1")] == [[], ["c0", "c1"]]
     assert bench.work(80.0) == ["c0", "c1", "c2"]
     bench.answer("c0", 81.0)
@@ -140,7 +140,7 @@ def test_a_back_off_ends_when_no_other_client_is_online() -> None:
     bench.policy.state.backs_off_until["c1"] = 99  # type: ignore[attr-defined]
     assert bench.work(12.0) == ["c1"]
     assert bench.answer("c1", 13.0) == ["c1"]
-    # Having answered, it takes part with others again.
+    # After an answer, c1 takes part with others again.
     bench.come_back("c0", 14.0)
     assert sorted(bench.work(14.0)) == ["c0", "c1"]
 
@@ -193,7 +193,7 @@ def test_an_answer_of_a_client_presumed_offline_counts() -> None:
     bench.work(0.0)
     bench.leave("c0", 1.0)
     assert bench.answer("c0", 2.0) == []
-    # It has had its turn: when it is back it is not asked again.
+    # Its turn is over: it is not selected again in this round.
     bench.come_back("c0", 2.5)
     assert bench.work(2.5) == []
     assert bench.answer("c1", 3.0) == ["c0", "c1"]
@@ -228,11 +228,11 @@ def test_schedulers_without_rounds_count_none() -> None:
     assert EveryIdle().rounds is OnRequest().rounds is None
 
 
-# On a grid.
+# Runs on a grid.
 
 
 class Idling(FedAsync):
-    """FedAsync that says of every update how long its client has waited."""
+    """FedAsync that reports an idle time with every update."""
 
     def on_update(self, update: Update) -> Outcome:
         values = {"client": update.task.client, "window": 1, "seconds": 2.0, "budget": 8.0}
@@ -251,11 +251,11 @@ def test_reports_of_a_method_follow_their_update() -> None:
     ]
 
 
-# Questions before a round.
+# Queries before a round.
 
 
 def question(bench: Bench, client: str, number: int) -> InFlight:
-    """Send a client a question; it has something to do then."""
+    """Send a client a query, which makes it busy."""
     task = InFlight(number, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=LOSSES)
     bench.policy.sent(task, 0.0)
     bench.idle.remove(client)
@@ -272,14 +272,14 @@ def test_a_round_waits_for_the_answers_to_what_was_asked_before_it() -> None:
     bench = Bench(InRounds(), 3)
     assert asked(bench, 0.0) == ["c0", "c1", "c2"]
     first = question(bench, "c0", 0)
-    # Where few may work at a time the others are asked later, and waited for no longer for that.
+    # With a small concurrency limit others are queried later, but the deadline stays the same.
     assert asked(bench, 1.0) == ["c1", "c2"]
     second = question(bench, "c1", 1)
     bench.policy.lost(first, 2.0)
     bench.policy.left("c2", 2.0)
     assert asked(bench, 3.0) == []
     assert bench.policy.wake_at() == 60.0
-    # The answer to something else is none to this.
+    # An answer to another query does not count.
     bench.policy.lost(replace(second, number=7), 4.0)
     assert asked(bench, 4.0) == []
     bench.policy.lost(second, 5.0)
@@ -292,14 +292,14 @@ def test_queries_wait_for_clients_under_test() -> None:
     bench.idle.remove("c1")
     assert asked(bench, 5.0) == []
     assert bench.policy.wake_at() == 65.0
-    # Others may be busy.
+    # Clients that are not queried may be busy.
     policy = bench.policy
     assert isinstance(policy, InRounds)
     other = InRounds()
     assert other.ask_first(bench.selection_context(5.0), lambda client: client == "c2") == ["c2"]
     bench.idle.add("c1")
     assert asked(bench, 7.0) == ["c0", "c2", "c1"]
-    # For ever nobody is waited for.
+    # The wait for busy clients is limited.
     bench = Bench(InRounds(), 3)
     bench.idle.remove("c1")
     assert asked(bench, 5.0) == []

@@ -1,4 +1,4 @@
-"""Flower's own rounds on the same clock: FedAvg by hand, limits, omitted replies."""
+"""Flower's own rounds on the same clock: FedAvg by hand, limits, left-out replies."""
 
 import random
 from collections import Counter
@@ -45,7 +45,7 @@ def test_a_round_by_hand() -> None:
     assert [u.dispatched_at for u in updates] == [0.0, 0.0, 3.0, 3.0]
     assert strategy.models[0].version == 2
     assert seen[-1] == events.RunEnded(6.0, 4, "4 updates were applied")
-    # Distances before anything: 2 √8 and 8 √8; accuracy is the mean of 1 / (1 + distance).
+    # Initial distances 2 √8 and 8 √8; accuracy is the mean of 1 / (1 + distance).
     first = of(events.Evaluated, seen)[0]
     assert first.time == 0.0
     assert first.accuracy == pytest.approx((1 / (1 + 2 * 8**0.5) + 1 / (1 + 8 * 8**0.5)) / 2)
@@ -65,9 +65,9 @@ def test_a_number_of_rounds_ends_a_run_whatever_updates_they_bring() -> None:
     grid = grid_of(pulled_app(), devices(1.0, 2.0))
     strategy.run(grid, MODEL, max_updates=0, plan=plan, observe=seen.append)
     assert seen[-1] == events.RunEnded(6.0, 6, "3 rounds are over")
-    # What schedules depend on is what was planned, not what came of it.
+    # Schedules depend on the planned number of updates, not on the actual one.
     assert strategy.planned_updates == 7
-    # If updates are limited too, the first limit counts.
+    # If updates are limited too, the limit that is reached first ends the run.
     strategy = FedAvg()
     strategy.run(grid_of(pulled_app(), devices(1.0, 2.0)), MODEL, 4, plan=plan)
     assert (strategy.progress.updates, strategy.planned_updates) == (4, 4)
@@ -84,7 +84,7 @@ def test_time_limit_and_target_end_a_run() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(), devices(2.0))
     FedAvg().run(grid, MODEL, plan=Plan(max_time=5.0), observe=seen.append)
-    # The third round would end at 6 s: it does not count.
+    # The third round would end at 6 s, so it does not count.
     assert seen[-1] == events.RunEnded(5.0, 2, "the time limit of 5 s was reached")
     grid = grid_of(pulled_app([ONES]), devices(2.0))
     plan = Plan(target_accuracy=0.9, eval_every=1)
@@ -160,7 +160,7 @@ def test_a_run_without_any_valid_update_ends_and_says_why() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(change=nan), devices(1.0, 1.0))
     result = FedAvg().run(grid, MODEL, max_updates=4, observe=seen.append)
-    # Both fail in each of 50 rounds; from the seventh failure on a client rests 60 s before each.
+    # Both fail in each of 50 rounds; from the seventh failure on a client pauses 60 s before each.
     assert (seen[-1].time, seen[-1].updates) == (64.0 + 43 * 61.0, 0)
     assert seen[-1].ending is Ending.USELESS_REPLIES
     assert seen[-1].reason.startswith("the last 100 replies were unusable; the last one: c")
@@ -168,7 +168,7 @@ def test_a_run_without_any_valid_update_ends_and_says_why() -> None:
 
 
 def ends_of_rounds(devices: list[Device], updates: int, timeout: float = 3600.0) -> list[float]:
-    """Run FedAvg, and return when each round that brought something was over."""
+    """Run FedAvg, and return the end of each round with updates."""
     grid, ends = grid_of(pulled_app(), devices), []
 
     def note(event: events.Event) -> None:
@@ -180,8 +180,8 @@ def ends_of_rounds(devices: list[Device], updates: int, timeout: float = 3600.0)
 
 
 def test_a_client_that_never_answers_costs_ever_fewer_rounds_their_time() -> None:
-    # c0 needs 1 s. c1 has 20 times that, then twice as much each time; it sits out round 3, and
-    # rounds 5 to 7.
+    # c0 needs 1 s. The limit of c1 is 20 times that, and doubles each time; c1 backs off in round
+    # 3, and in rounds 5 to 7.
     ends = ends_of_rounds([Device(), Device(drop=1.0)], updates=8)
     assert ends == [20.0, 60.0, 61.0, 141.0, 142.0, 143.0, 144.0, 304.0]
 
@@ -197,7 +197,7 @@ def test_lost_tasks_cost_rounds_little() -> None:
     fleet = [Device(seconds_per_round=value, drop=0.05) for value in seconds]
     lossy = ends_of_rounds(fleet, updates=1000)
     assert whole[-1] == 1000.0
-    # A round in which a slow client's task is lost takes 20 instead of 10 s: one in ten.
+    # A round in which a slow client's task is lost takes 20 instead of 10 s: one round in ten.
     assert lossy[-1] < 1.5 * whole[-1]
 
 
@@ -249,7 +249,7 @@ def test_when_everybody_is_gone_the_run_ends() -> None:
     grid = grid_of(pulled_app(), [Device(online=((0.0, 2.0),))])
     FedAvg().run(grid, MODEL, max_updates=9, timeout=50.0, observe=seen.append)
     assert seen[-1].reason == "all clients are gone"
-    # A time limit that comes while nobody is there is a time limit.
+    # The time limit also ends a run while no client is online.
     grid = grid_of(pulled_app(), [Device(online=((60.0, 70.0),))])
     FedAvg().run(grid, MODEL, plan=Plan(max_time=20.0), observe=seen.append)
     assert seen[-1] == events.RunEnded(20.0, 0, "the time limit of 20 s was reached")

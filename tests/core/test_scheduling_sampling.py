@@ -33,11 +33,11 @@ def test_all_clients_take_part_once_before_any_is_drawn() -> None:
     assert names(in_turn(clients(0, 1, 3, 4), 2, picked, rng)) == ["c3", "c4"]
     untouched = np.random.default_rng(0).bit_generator.state
     assert rng.bit_generator.state == untouched
-    # c2 has its turn, the other place is drawn.
+    # c2 has its turn; the other client is drawn at random.
     third = names(in_turn(everyone, 2, picked, rng))
     assert len(third) == 2
     assert "c2" in third
-    # From now on all are drawn, as without turns, but for a newcomer.
+    # From now on clients are drawn at random, except that a newcomer has its turn first.
     alike = np.random.default_rng(7)
     expected = names(sample(everyone, 3, np.random.default_rng(7)))
     assert names(in_turn(everyone, 3, picked, alike)) == expected
@@ -53,12 +53,12 @@ def test_at_least_one_takes_part(count: int) -> None:
 
 
 def test_a_share_in_decimals_is_not_rounded_down_in_binary() -> None:
-    # 0.29 · 100 is 28.999999999999996.
+    # In binary, 0.29 · 100 is 28.999999999999996.
     assert [share_of(100, share) for share in (0.29, 0.289, 0.57, 1.0)] == [29, 28, 57, 100]
     assert FedAvgParameters(fraction=0.29).participants(100) == 29
     drawn = InRounds(0.29)._participants(clients(*range(100)), np.random.default_rng(0))
     assert len(drawn) == 29
-    # Flower's own strategies take 28.
+    # Flower's own strategies round down to 28.
     assert FlowerArguments(fraction_train=0.29).trained(100) == 28
 
 
@@ -71,7 +71,7 @@ def method_of(name: str, **keys: object) -> Method:
 def rounds_of(
     method: Method, updates: int, targets: list[np.ndarray] | None = None
 ) -> list[set[str]]:
-    """Run with six clients; return who took part in each round of two."""
+    """Run with six clients; return the two clients of each round."""
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(targets), devices(*[1.0] * 6))
     method.run(grid, MODEL, updates, plan=Plan(eval_every=1000), observe=seen.append)
@@ -84,16 +84,16 @@ def test_it_holds_for_every_method_in_rounds(name: str) -> None:
     turns = [{"c0", "c1"}, {"c2", "c3"}, {"c4", "c5"}]
     found = rounds_of(method_of(name, fraction=0.34, sampling="in-turn"), 12)
     assert found[:3] == turns
-    # Chance does not do the same: the second half is drawn.
+    # After one turn each, clients are drawn at random.
     assert found[3:] != turns
     drawn = method_of(name, fraction=0.34)
     assert rounds_of(drawn, 6) != turns
-    # What is not used is not in a checkpoint.
+    # Without turns no state of them is saved.
     assert drawn.scheduling.state.picked == {}  # type: ignore[attr-defined]
 
 
 def test_pretraining_counts_as_no_participation() -> None:
-    # All six pre-train in the first round, three for each group; then turns begin with the first.
+    # All six pre-train in the first round, three for each group; then turns start with c0.
     keys = {"groups": 2, "pretrain": 3, "fraction": 0.34, "sampling": "in-turn"}
     found = rounds_of(method_of("fedgroup", **keys), 12, targets=[ONES, -ONES] * 3)
     assert found[3:] == [{"c0", "c1"}, {"c2", "c3"}, {"c4", "c5"}]

@@ -19,7 +19,7 @@ from raceme.core.strategy import Method
 
 
 class Mixing(Method):
-    """Mixes every update into its client's cluster, with a weight that falls with staleness."""
+    """Mixes every update into its client's cluster, with a weight that decreases with staleness."""
 
     def initialize(self, vector: Vector) -> None:
         self.clusters = Clusters({k: Model(vector.copy()) for k in range(3)})
@@ -33,7 +33,7 @@ class Mixing(Method):
 
 
 class Moving(Mixing):
-    """Moves a client to the next cluster after every third update, whose models differ in age."""
+    """Moves a client to the next cluster, whose model has another age, after every third update."""
 
     def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         outcomes = super().aggregate(updates)
@@ -77,7 +77,7 @@ def test_all_updates_count_for_a_moved_client() -> None:
     made = method(60, 4)
     update = sent(version=60, updates=30)
     made.clusters.assign("c0", 1)
-    # The recipe of before said 4 − 60 = −56.
+    # The difference of the clusters' versions would be 4 − 60 = −56.
     assert staleness(made, update) == 10
 
 

@@ -42,7 +42,7 @@ def test_the_help_has_ranges_and_the_source() -> None:
 
 
 def test_the_stub_is_up_to_date() -> None:
-    # Else: python tests/strategy_stubs.py
+    # If this fails: python tests/strategy_stubs.py
     assert STUB.read_text(encoding="utf-8") == stub()
 
 
@@ -60,7 +60,7 @@ def test_mypy_finds_wrong_arguments_only(tmp_path: Path) -> None:
         "from raceme.client_app import OwnData\n"
         'print(raceme.run("casa").summary["accuracy"])\n'
     )
-    # As the wheel has it.
+    # Arrange the stub as in the wheel.
     there = tmp_path / "there" / "raceme"
     shutil.copytree(Path(strategies.__file__).parents[1], there)
     shutil.copyfile(STUB, there / "strategies" / "__init__.pyi")

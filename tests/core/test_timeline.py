@@ -1,4 +1,4 @@
-"""Waiting on the wall clock: polls with growing pauses, on a test's own clock."""
+"""Waiting in wall-clock time: polls with growing pauses, on a test clock."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from raceme.flower.messages import Run, empty_run, identify_process
 
 
 class Wall:
-    """A clock that only moves while somebody sleeps."""
+    """A clock that only advances while a test sleeps."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -25,7 +25,7 @@ class Wall:
 
 
 class Mailbox(Grid):
-    """A grid of Flower's kind where one reply lies ready from a given time on."""
+    """A grid like Flower's, on which one reply is available from a given time on."""
 
     def __init__(self, wall: Wall, ready_at: float) -> None:
         identify_process()
@@ -154,6 +154,6 @@ def test_on_the_wall_clock_nobody_can_guess_the_id_of_a_message() -> None:
         return push(mailbox, clock, message)
 
     assert len({sent(timeline) for _ in range(3)}) == 3
-    # Two runs on virtual time are alike in everything.
+    # Two runs on virtual time are identical.
     virtual = Virtual(mailbox, clock=wall.clock)
     assert len({sent(virtual) for _ in range(3)}) == 1

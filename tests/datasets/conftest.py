@@ -7,5 +7,5 @@ from raceme import datasets
 
 @pytest.fixture(autouse=True)
 def _nothing_loaded() -> None:
-    """Drop loaded data: they are kept by configuration, and files of tests change beneath it."""
+    """Drop cached data: the cache is keyed by configuration, but tests change the files."""
     datasets.forget()

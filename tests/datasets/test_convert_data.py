@@ -1,4 +1,4 @@
-"""Conversion of sensors' recordings to folders, on small generated files and on the real ones."""
+"""Conversion of published recordings to folders, on small generated files and on the real ones."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def dust_of(data: ClientData, test: bool = False) -> np.ndarray:
 
 @pytest.fixture
 def stations(tmp_path: Path) -> Path:
-    """Two stations whose fine dust counts the hours, with a gap of two hours and one of 40."""
+    """Two stations whose fine dust counts the hours, with gaps of two and of 40 hours."""
     source = tmp_path / "source"
     source.mkdir()
     for name, first in (("Alpha", 0.0), ("Beta", 5000.0)):
@@ -124,7 +124,7 @@ def test_a_sample_is_a_window_and_the_hour_after_it(stations: Path, tmp_path: Pa
         seen = data.x_train[:, 0] * DUST.std + DUST.mean
         np.testing.assert_allclose(seen[50], first + np.arange(50, 74), atol=1e-2)
         assert dust_of(data)[50] == pytest.approx(first + 74, abs=1e-2)
-    # East is 4 of 16: sine 1, cosine 0; before it was known both are the mean.
+    # East is 4 of 16 directions: sine 1, cosine 0. Missing readings at the start become the mean.
     np.testing.assert_allclose(data.x_train[0, 11, :10], 0.0)
     np.testing.assert_allclose(data.x_train[0, 11:, 10:].T, [[1.0, 0.0]] * 14, atol=1e-6)
 
@@ -136,10 +136,10 @@ def test_gaps_are_filled_for_a_day_and_never_asked_for(stations: Path, tmp_path:
     assert not np.isin([100, 101, *range(200, 240)], hours).any()
     assert np.isin([99, 102, 199, 240], hours).all()
     windows = dict(zip(np.round(dust_of(data)).astype(int), data.x_train[:, 0], strict=True))
-    # Before hour 115 come 99 to 114: the reading of hour 99 stands for two hours.
+    # The window covers hours 99 to 114: the reading of hour 99 fills two missing hours.
     filled = windows[115][:4] * DUST.std + DUST.mean
     np.testing.assert_allclose(filled, [99, 99, 99, 102], atol=1e-3)
-    # Before hour 240 come 224 to 239: a day after the last reading the mean stands for it.
+    # The window covers hours 224 to 239: a day after the last reading the mean fills the gap.
     np.testing.assert_allclose(windows[240], 0.0)
 
 
@@ -182,11 +182,11 @@ def test_a_client_has_a_stretch_of_every_fault_of_one_machine_at_one_speed(
         x = np.tile((first + np.arange(70))[:, None], (1, 2048)).astype(np.float16)
         np.savez(source / f"{name}.npz", x=x, y=np.repeat(np.arange(7), 10).astype(np.uint8))
     config = converted("hit-bearing", source, tmp_path / "out", clients=6)
-    # By machine, then by speed: new at 900, old at 600, old at 1200, two clients each.
+    # By machine, then by speed: new at 900, old at 600 and at 1200, two clients each.
     assert datasets.true_groups(config) == (0, 0, 1, 1, 1, 1)
     for client, first in enumerate((200, 205, 100, 105, 0, 5)):
         data = datasets.client_data(config, client)
-        # Of five windows of each fault the last one is for testing.
+        # The last of five windows of each fault is for testing.
         assert np.bincount(data.y_train).tolist() == [4] * 7
         assert np.bincount(data.y_test).tolist() == [1] * 7
         assert data.x_train[:4, 0].tolist() == [first, first + 1, first + 2, first + 3]
@@ -203,7 +203,7 @@ def test_every_client_has_its_share_of_every_batch_and_gas(tmp_path: Path) -> No
     for batch, size in enumerate((40, 20, 30)):
         x = np.random.default_rng(batch).normal(size=(size, 128)).astype(np.float32)
         x[:, 0] = 2.0 + 5.0 * batch
-        # A missing batch, here the second, is no matter.
+        # The conversion accepts missing batches, here the second.
         np.savez(source / f"batch_{1 + 2 * batch:02d}.npz", x=x, y=np.arange(size) % 6)
     data = datasets.load(converted("gas-drift", source, tmp_path / "out", clients=5))
     assert data.periods is not None
@@ -212,18 +212,18 @@ def test_every_client_has_its_share_of_every_batch_and_gas(tmp_path: Path) -> No
         assert np.bincount(data.periods[own]).tolist() == [8, 4, 6]
         gases = np.bincount(data.y[own], minlength=6)
         assert gases.max() - gases.min() <= 3
-    # The first batch has mean 0 and deviation 1, those that follow have what the drift made of it.
+    # The first batch has mean 0 and deviation 1; later ones keep their drift.
     first = data.x[data.periods == 0]
     np.testing.assert_allclose(first[:, 1:].mean(axis=0), 0.0, atol=1e-5)
     np.testing.assert_allclose(first[:, 1:].std(axis=0), 1.0, atol=1e-4)
-    # A feature that never changes in it is left in its own unit: 2 + 5 · 2 less 2.
+    # A feature that is constant in the first batch keeps its unit: 2 + 5 · 2 minus the mean 2.
     np.testing.assert_allclose(data.x[data.periods == 2][:, 0], 10.0, atol=1e-4)
 
 
 def test_the_clients_of_a_speaker_have_its_recordings_in_turn(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    # Two speakers, of each digit ten takes: the spectrum of recording i is full of i.
+    # Two speakers with ten takes of each digit: all numbers of recording i are i.
     for first, name in ((0, "anna"), (100, "ben")):
         x = np.broadcast_to((first + np.arange(100.0))[:, None, None], (100, 32, 32))
         y = np.repeat(np.arange(10), 10).astype(np.uint8)
@@ -336,10 +336,11 @@ def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> No
     source = write_text(tmp_path / "source", {"A": "abc", "B": "abcdefghij" * 2})
     given = {"length": 3, "step": 2, "test_fraction": 0.5}
     config = converted("shakespeare", source, tmp_path / "out", **given)
-    # Too short for two samples: A is no client.
+    # A is too short for two samples, so it is no client.
     assert (config.clients, config.model, config.lr) == (1, "gru", 0.5)
     data = datasets.client_data(config, 0)
-    # abcdefghij|abcdefghij: from 0, 2, 4 and 6, and the same again in the half for testing.
+    # abcdefghij|abcdefghij: samples start at 0, 2, 4 and 6, both in the first half and in the test
+    # half.
     assert data.x_train.tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8]]
     assert data.y_train.tolist() == [3, 5, 7, 9]
     assert data.x_test.tolist() == data.x_train.tolist()

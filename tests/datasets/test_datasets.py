@@ -82,7 +82,7 @@ def test_training_and_test_samples_are_different_ones() -> None:
 def test_a_client_has_at_least_one_sample_to_train_and_one_to_test(
     fraction: float, tests: int
 ) -> None:
-    # 1,797 samples, five for everyone: at most three clients get a sixth.
+    # Of 1,797 samples all clients get five; at most three get a sixth.
     config = RunConfig(clients=359, partition="iid", test_fraction=fraction)
     data = datasets.client_data(config, 358)
     assert (len(data.y_train), len(data.y_test)) == (5 - tests, tests)

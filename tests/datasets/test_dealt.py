@@ -1,4 +1,4 @@
-"""Samples of each distribution that a server holds out, and invalid numbers of them."""
+"""Held-out samples of each distribution on the server, and invalid numbers of them."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_no_client_has_what_the_server_has(text: str, partition: str) -> None:
         assert len(pretraining[group].x) == 50
         assert all(len(client.x_test) for client in members)
     if partition == "rotation-groups":
-        # The same images, the second group's turned by half a turn.
+        # The same images; the second group's are rotated by 180 degrees.
         turned = np.rot90(held.proxies[0].x, 2, axes=(2, 3))
         assert np.array_equal(turned, held.proxies[1].x)
 
@@ -93,13 +93,13 @@ def test_a_server_without_data_learns_from_them_what_a_model_must_fit(tmp_path: 
     resolved = experiment.resolve(run)
     assert resolved.model == "cnn"
     assert len(datasets.proxy_sets(resolved).proxies) == 1
-    # A file of the devices' kind says more: it may know classes that nobody has yet.
+    # A file in the devices' format may declare classes that no sample has yet.
     x, y = np.zeros((4, 1, 8, 8)), np.arange(4)
     own = tmp_path / "sample.npz"
     np.savez(own, x_train=x, y_train=y, x_test=x, y_test=y, num_classes=np.array(9))
     named = run.with_values(data_file=str(own))
     assert datasets.data_shape(named).num_classes == 9
-    # The server's folder is not on a device, whose own file is missing.
+    # A device does not have the server's folder, and here its own file is missing.
     elsewhere = run.with_values(proxy=str(tmp_path / "elsewhere"))
     with pytest.raises(UserError, match="npz needs the file with the data"):
         datasets.data_shape(elsewhere)

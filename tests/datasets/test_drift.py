@@ -29,11 +29,11 @@ from raceme.datasets.drift import (
 from raceme.datasets.partition import Partition, Scenario, ScenarioOptions, rotated
 from raceme.datasets.source import Dataset, Target
 
-# In-order needs data with a time, and scenario-stream a partition without groups.
+# `in-order` needs data with a time, and `scenario-stream` a partition without groups.
 CHANGING = sorted(set(DRIFTS) - {"none", "in-order", "scenario-stream"})
 
 
-# When the step moves.
+# Schedules of steps.
 
 
 def test_the_step_rises_by_one_at_each_given_time() -> None:
@@ -128,7 +128,7 @@ def test_a_schedule_without_a_drift_is_refused() -> None:
         RunConfig.from_mapping({"drift-at": "60s"})
 
 
-# What all of them have in common.
+# Properties of all drifts.
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -143,7 +143,7 @@ def test_a_step_is_the_same_whoever_asks_and_whatever_was_asked_before(name: str
 
 @pytest.mark.parametrize("name", ["swap-all", "swap-part", "rotate", "label-shift", "noise"])
 def test_step_zero_has_the_original_data(name: str) -> None:
-    # Of incremental, mixture and tasks it is the first part, draw and task.
+    # The others start with a part of the data: incremental, mixture and tasks.
     still = datasets.all_clients(RunConfig(clients=12))
     for before, after in zip(still, all_at(config_of(name, drift_seed=5), 0), strict=True):
         assert same(before, after)
@@ -182,7 +182,7 @@ def test_swap_all_moves_whole_clients_with_their_groups_and_loses_nothing() -> N
     config = config_of("swap-all", swap_chance=1.0)
     before, after = all_at(config, 0), all_at(config, 1)
     origins = [next(i for i, old in enumerate(before) if same(old, new)) for new in after]
-    # Everybody is in one pair: the exchange undoes itself, and nobody keeps what it had.
+    # All clients are in pairs: exchanging twice restores the order, and no client keeps its data.
     assert all(origins[origins[client]] == client != origins[client] for client in range(12))
     assert [data.group for data in after] == [before[origin].group for origin in origins]
     assert datasets.true_groups(config, 1) == tuple(data.group for data in after)
@@ -207,7 +207,7 @@ def test_swap_part_exchanges_a_label_of_its_own_for_one_of_the_other() -> None:
     (given,), (taken,) = had[0] - has[0], has[0] - had[0]
     assert (given < 5, taken >= 5) == (True, True)
     assert (has[1] - had[1], had[1] - has[1]) == ({given}, {taken})
-    # All the samples of a label go, and none is lost.
+    # All samples of the label are moved, and none is lost.
     for part in ("y_train", "y_test"):
         old, new = (np.concatenate([getattr(d, part) for d in all_]) for all_ in (before, after))
         assert np.bincount(old).tolist() == np.bincount(new).tolist()
@@ -234,7 +234,7 @@ def test_swap_part_counts_what_everybody_has() -> None:
 
 
 def test_no_exchange_leaves_a_client_without_test_samples(tmp_path: Path) -> None:
-    # Each client can test only one of its two labels: to get the other's other one for it is out.
+    # Each client has test samples of one label only, and cannot exchange it for one without any.
     for client, (tested, other) in enumerate([(0, 1), (2, 3)]):
         x = np.full((2, 1), client)
         parts = {"x_train": x, "y_train": [tested, other], "x_test": x[:1], "y_test": [tested]}
@@ -258,13 +258,13 @@ def test_a_drift_stores_few_states_and_reaches_any_step() -> None:
 
     evolution = Evolution(0, advance)
     assert [evolution.at(step) for step in (3, 4, 1, 4)] == [6, 10, 1, 10]
-    # From 3 to 4 is one step; back to 1 starts from the beginning; 4 was kept.
+    # From 3 to 4 is one step; back to 1 restarts from the beginning; 4 comes from the cache.
     assert made == [1, 2, 3, 4, 1]
     assert evolution.at(2000) == 2000 * 2001 // 2
     assert len(evolution._kept) == 4
 
 
-# Changes of what a client has.
+# Changes of a client's own data.
 
 
 def test_images_turn_by_so_many_degrees_per_step() -> None:
@@ -279,7 +279,7 @@ def test_images_turn_by_so_many_degrees_per_step() -> None:
 def test_labels_shift_in_a_circle_in_training_and_test_samples_alike() -> None:
     config = config_of("label-shift", label_shift=3)
     before, after = all_at(config, 0)[11], all_at(config, 2)[11]
-    # Twice 3 is 6: 7, 8 and 9 become 3, 4 and 5.
+    # Shifted twice by 3: 7, 8 and 9 become 3, 4 and 5.
     assert np.array_equal(after.y_train, before.y_train - 4)
     assert np.array_equal(after.y_test, before.y_test - 4)
     assert np.array_equal(after.x_train, before.x_train)
@@ -396,7 +396,7 @@ def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> 
     assert counts == {0: (4, 2), 1: (3, 1)}
 
 
-# Data that cannot change so.
+# Data that cannot change this way.
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_every_client_meets_every_concept_once_at_steps_of_its_own(count: int) -
         order = list(dict.fromkeys(concepts))
         first = [1 + (client + place) % (count - 1) for place in range(count - 1)]
         assert order == [0, *first]
-        # Each is there for some steps in a row, and the last one to the end.
+        # Each concept lasts some consecutive steps, the last one until the end.
         assert concepts == sorted(concepts, key=order.index)
         changes = np.flatnonzero(np.diff(concepts)) + 1
         assert 1 <= changes.min() <= changes.max() <= 9
@@ -542,7 +542,7 @@ def test_a_mixture_has_its_main_group_and_the_others_share_what_is_left() -> Non
                 shares = [np.isin(part, list(own)).mean() for own in labels]
                 np.testing.assert_allclose(shares, data.mixture, atol=1e-12)
             others = np.delete(data.mixture, client)
-            # Whole samples: the others may differ by one of at least 100.
+            # Shares are rounded to whole samples: they may differ by one of at least 100.
             assert others.max() - others.min() <= 0.0101
             mains.append(data.mixture[client])
     assert 0.39 < min(mains) < 0.45
@@ -575,7 +575,8 @@ def test_of_groups_that_see_things_differently_a_mixture_holds_all_views() -> No
     # A few digits look the same upside down.
     assert seen == pytest.approx(data.mixture[0], abs=0.01)
     assert all(x.tobytes() in upright | turned for x in data.x_train)
-    # Each distribution is all samples as its group sees them: also those that the other client has.
+    # Samples of a distribution come from all clients' data, seen as the distribution's group sees
+    # them.
     others = datasets.client_data(replace(config, drift="none"), 1).x_train
     own = {x.tobytes() for x in data.x_train}
     assert any(rotated(x[None], 180.0).tobytes() in own for x in others)
@@ -596,7 +597,7 @@ def test_a_mixture_of_images_turned_by_angles_that_are_no_right_ones() -> None:
         {x.tobytes() for x in rotated(whole, degrees, images.blank)} for degrees in (0, 120, 240)
     ]
     data = [datasets.client_data(config, client) for client in range(6)]
-    # Clients begin equally divided over the groups, in order; the main one has 40 to 90 %.
+    # Clients are assigned to the groups in order; the main distribution has 40 to 90 %.
     for client, drawn in enumerate(data):
         assert drawn.mixture is not None
         seen = [sum(x.tobytes() in view for x in drawn.x_train) for view in views]
@@ -688,7 +689,8 @@ def test_no_sample_is_met_twice_and_all_are_met(scenario: str, mode: str) -> Non
 
 
 def test_equal_parts_of_the_samples_and_of_a_concepts_own_classes() -> None:
-    # 1,797 samples of six clients are 299 or 300: 239 or 240 to train with, of five steps 47 or 48.
+    # Six clients have 299 or 300 of 1,797 samples, 239 or 240 for training: 47 or 48 in each of 5
+    # steps.
     for step in range(5):
         sizes = {len(data.y_train) for data in datasets.all_clients(stream_config("s2"), step)}
         assert sizes <= {47, 48}
@@ -736,7 +738,7 @@ def test_samples_have_the_labels_of_the_concept_of_their_step(scenario: str) -> 
         if scenario == "a1":
             quiet = datasets.client_data(clean, 3, step)
             own = np.array([number.get(row, -1) for row in rows(quiet.x_test)])
-            # Through pixels and back, rounding may hide which sample it is.
+            # Rounding to pixels may make a sample unrecognisable.
             known = own >= 0
             assert known.sum() > 5
             expected = seen.inputs(dataset, own[known], data.group)
@@ -751,7 +753,7 @@ def test_samples_have_the_labels_of_the_concept_of_their_step(scenario: str) -> 
 @pytest.mark.parametrize(
     ("keys", "moments"),
     [
-        # Five equal parts of the run: of its rounds, if these limit it.
+        # Five equal parts of the run, measured in rounds if these limit it.
         ({"max_rounds": 50}, [(9, 0), (10, 1), (49, 4)]),
         ({"max_rounds": 50, "drift_at": "every 10 rounds"}, [(9, 0), (10, 1), (49, 4), (50, 5)]),
         ({"max_rounds": 7}, [(0, 0), (1, 1), (2, 2), (6, 4)]),
@@ -811,7 +813,7 @@ def test_what_the_data_cannot_do_is_an_error_stream(keys: dict[str, object], err
         datasets.true_groups(stream_config(**keys))
 
 
-# Data recorded over a long time, and clients that meet them in order.
+# Data recorded over a long time, which clients process in order.
 
 
 def recorded(root: Path, **keys: object) -> RunConfig:
@@ -836,7 +838,7 @@ def test_in_order_a_step_is_a_period_for_training_and_testing_alike(tmp_path: Pa
         sizes.append(len(data.y_train) + len(data.y_test))
         trained, tested = (set(part[:, 1]) for part in (data.x_train, data.x_test))
         assert not trained & tested
-        # A period whose samples are all for training lends one for testing.
+        # A period whose samples are all for training gives one for testing.
         assert trained <= set(whole.x_train[:, 1])
         assert data.group is None
     assert sizes == [8, 4, 6, 6, 6]

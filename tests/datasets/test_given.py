@@ -1,4 +1,4 @@
-"""Arrays, tensors and torch Datasets that a script or a notebook gives as ``data=``."""
+"""Arrays, tensors and torch Datasets that a script or a notebook passes as ``data=``."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_clients_of_a_mapping_keep_their_names() -> None:
 
 
 def cloud(config: RunConfig) -> Dataset:
-    """Draws from numpy's global generator, without a seed."""
+    """A dataset drawn from numpy's global generator, without a seed."""
     y = np.arange(20) % 2
     return Dataset(np.random.rand(20, 3).astype(np.float32), y, num_classes=2)
 
@@ -126,7 +126,7 @@ def test_data_missing_from_the_cache_are_reported(
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Items that are mappings, as those of Hugging Face and flwr-datasets are."""
+    """Items are mappings, like those of Hugging Face and flwr-datasets."""
 
     def __init__(self, **columns: Any) -> None:
         self.columns_ = columns
@@ -147,7 +147,7 @@ PEOPLE = {
 
 
 def check_people(config: RunConfig) -> None:
-    """Two clients by name, of two features, whose labels are numbers by the alphabet."""
+    """Check two named clients with two features, whose labels are numbered alphabetically."""
     assert datasets.client_names(config) == ("ben", "anna")
     assert datasets.load(config).labels == ("run", "sit", "walk")
     anna = datasets.client_data(config, 1)
@@ -209,7 +209,7 @@ def test_each_client_may_have_one_table_or_two(kind: Any) -> None:
 
 
 def test_partitions_of_hugging_face_keep_the_names_of_their_classes() -> None:
-    # A folder of the tests has the name of the library, too.
+    # The test folder `datasets` has the same name as the library.
     pytest.importorskip("datasets.arrow_dataset")
     hugging = sys.modules["datasets"]
     pixels = np.arange(4 * 8 * 6 * 3, dtype=np.uint8).reshape(4, 8, 6, 3)
@@ -240,7 +240,7 @@ def test_a_copy_is_removed_at_the_end_and_the_model_can_still_be_exported(
 ) -> None:
     cache = tmp_path / "cache"
     monkeypatch.setenv("RACEME_CACHE", str(cache))
-    # Of a process that was killed.
+    # A folder that a killed process has left behind.
     (cache / "arrays-0123456789abcdef").mkdir(parents=True)
     subprocess.run([sys.executable, "-c", RUN_AND_END], cwd=tmp_path, check=True)
     assert [entry.name[:5] for entry in cache.iterdir()] == ["form-"]

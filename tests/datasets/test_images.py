@@ -29,7 +29,7 @@ def write_image(path: Path, colour: tuple[int, int, int], size: tuple[int, int] 
 
 
 def write_folder(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> None:
-    """Write images of which the red is the class and the green the number."""
+    """Write images whose red channel is the class and whose green channel is the number."""
     for part in parts:
         for label, name in enumerate(("ant", "bee")):
             for index in range(each):
@@ -126,7 +126,7 @@ def test_cifar10_is_read_from_torchvisions_files(
         content["label_names"] = [str(label) for label in range(10)]
         (folder / name).write_bytes(pickle.dumps(content))
         sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
-    # The sums of the published files are torchvision's; these files are smaller.
+    # Replaces torchvision's checksums by those of these smaller files.
     monkeypatch.setattr(torchvision_class, "train_list", [["data_batch_1", sums["data_batch_1"]]])
     monkeypatch.setattr(torchvision_class, "test_list", [["test_batch", sums["test_batch"]]])
     meta = {"filename": "batches.meta", "key": "label_names", "md5": sums["batches.meta"]}
@@ -243,7 +243,7 @@ def test_femnist_may_be_limited_to_some_characters(tmp_path: Path) -> None:
     keys = {"dataset": "femnist", "data-root": str(tmp_path), "characters": "a-j"}
     config = RunConfig.from_mapping(keys)
     assert datasets.data_shape(config) == DataShape((1, 28, 28), 10)
-    # f0 has a single sample of them.
+    # f0 has a single sample of these characters.
     config = datasets.with_clients(config)
     assert config.clients == 1
     client = datasets.client_data(config, 0)
@@ -287,7 +287,7 @@ def test_other_angles_are_bilinear_and_bring_blank_corners_into_view() -> None:
         turned = rotated(images, degrees, blank)
         assert turned.dtype == np.float32
         np.testing.assert_allclose(turned, np.stack(wanted, axis=1), atol=1e-5)
-    # A right angle moves every pixel as it is, whatever is blank.
+    # A rotation by a right angle moves whole pixels, so that `blank` does not matter.
     np.testing.assert_array_equal(
         rotated(images[..., :8, :], 90.0, blank), np.rot90(images[..., :8, :], axes=(2, 3))
     )
@@ -332,7 +332,7 @@ def test_the_default_network_fits(name: str, shape: tuple[int, ...]) -> None:
     models.initial_arrays(config)
 
 
-# idx files, made here.
+# Generated idx files.
 
 
 def test_idx_files_that_are_missing_or_of_something_else_are_an_error(tmp_path: Path) -> None:

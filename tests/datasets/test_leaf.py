@@ -50,7 +50,7 @@ def test_leafs_shakespeare_is_read_by_role(tmp_path: Path) -> None:
         {"ROMEO": (["abba", "bcab"], ["c", "a"]), "X": (["aaaa"], ["d"])},
     )
     config = datasets.with_defaults(config_of(tmp_path))
-    # X has one sample only.
+    # X has one sample only, so it is no client.
     assert (config.clients, config.model) == (1, "gru")
     assert datasets.data_shape(config) == DataShape((4,), 4, tokens=4)
     data = datasets.client_data(config, 0)
@@ -101,7 +101,7 @@ def test_mistakes_in_leaf_files_are_reported(tmp_path: Path) -> None:
         datasets.load(config_of(tmp_path, clients=2))
 
 
-# Characters by writer: which are kept, who is a client, and the folder that stands for FEMNIST.
+# Characters by writer: selected classes, selected writers, and folders in the place of FEMNIST.
 
 
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
@@ -121,7 +121,7 @@ def write_writer(root: Path, name: str, labels: list[int], **more: object) -> No
     np.savez(root / f"{name}.npz", x=x, y=np.array(labels, np.uint8), **more)
 
 
-# Which characters.
+# Selected classes.
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def write_writer(root: Path, name: str, labels: list[int], **more: object) -> No
         ("all", list(range(62))),
         ("a-j", list(range(36, 46))),
         ("0-9", list(range(10))),
-        # In the order of the labels, and each once.
+        # In the order of the labels, without duplicates.
         ("zA-C9A", [9, 10, 11, 12, 61]),
         ("9-A", [9, 10]),
     ],
@@ -145,11 +145,11 @@ def test_an_invalid_choice_of_characters_is_refused(text: str) -> None:
         kinds(text)
 
 
-# Which writers.
+# Selected writers.
 
 
 def chosen(test: list[int] | None = None, **options: object) -> Writers:
-    """Choose among writers 0: a a A, 1: a b b c, 2: A A."""
+    """Select from these writers: 0 with a, a, A; 1 with a, b, b, c; 2 with A, A."""
     y = np.array([A, A, 10, A, B, B, C, 10, 10])
     writer = np.array([0, 0, 0, 1, 1, 1, 1, 2, 2])
     tested = None if test is None else np.isin(np.arange(9), test)
@@ -203,12 +203,12 @@ def test_users_with_few_samples_are_left_out() -> None:
 def test_every_client_needs_samples_of_both_kinds_where_the_data_say_which_are_for_testing() -> (
     None
 ):
-    # The test samples of writer 0 are an A, of writer 1 a c, of writer 2 an A.
+    # Test samples: writer 0 an A, writer 1 a c, writer 2 an A.
     assert chosen([2, 6, 7]).sizes.tolist() == [3, 4, 2]
     assert chosen([2, 6, 7], characters="a-c").sizes.tolist() == [0, 4, 0]
 
 
-# A folder.
+# Folders.
 
 
 def test_a_folder_of_characters_is_read(tmp_path: Path) -> None:
@@ -219,11 +219,11 @@ def test_a_folder_of_characters_is_read(tmp_path: Path) -> None:
     assert (config.clients, config.model) == (3, "cnn")
     assert datasets.data_shape(config) == DataShape((1, 28, 28), 3)
     data = datasets.all_clients(config)
-    # In the order of the files; a fifth is for testing.
+    # In the order of the files; a fifth of the samples is for testing.
     assert [len(client.y_train) + len(client.y_test) for client in data] == [10, 2, 20]
     assert set(data[0].y_train) == {2}
     assert set(data[2].y_train) | set(data[2].y_test) == {0, 1, 2}
-    # Whose names begin alike are a group, and each image is still that of its label.
+    # Files with the same prefix form a group; images keep their labels.
     assert [client.group for client in data] == [0, 1, 1]
     dataset = datasets.load(config)
     np.testing.assert_array_equal(dataset.x[:, 0, 0, 0], dataset.y + A)

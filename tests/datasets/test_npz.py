@@ -49,7 +49,7 @@ def test_every_file_is_a_client_in_the_order_of_the_numbers(tmp_path: Path) -> N
 
 def test_a_constant_guess_is_each_clients_own(tmp_path: Path) -> None:
     held = np.array([0, 0, 0, 0, 1, 1], bool)
-    # Right in one of two, and in both.
+    # The guess is right for one of two test samples, and for both.
     write(tmp_path, "1", y=np.array([2, 2, 2, 0, 2, 1]), heldout=held)
     write(tmp_path, "2", y=np.array([0, 1, 0, 0, 0, 0]), heldout=held)
     assert datasets.constant_guess(datasets.with_defaults(folder(tmp_path))) == (0.5 + 1.0) / 2
@@ -57,7 +57,7 @@ def test_a_constant_guess_is_each_clients_own(tmp_path: Path) -> None:
 
 def test_the_constant_guess_of_a_quantity_is_the_mean(tmp_path: Path) -> None:
     held = np.array([0, 0, 0, 0, 1, 1], bool)
-    # Means 2.5 and 10: errors 1.5 and 0.5, and 0 and 2.
+    # Means 2.5 and 10: absolute errors 1.5 and 0.5, and 0 and 2.
     write(tmp_path, "1", y=np.array([1.0, 2.0, 3.0, 4.0, 4.0, 3.0]), heldout=held, unit="m")
     write(tmp_path, "2", y=np.array([9.0, 11.0, 10.0, 10.0, 10.0, 12.0]), heldout=held, unit="m")
     assert datasets.constant_guess(datasets.with_defaults(folder(tmp_path))) == pytest.approx(1.0)
@@ -88,7 +88,7 @@ def test_files_may_hold_the_four_arrays_of_a_devices_own_file(tmp_path: Path) ->
 
 
 def test_windows_are_normalised_by_channel_over_training_samples(tmp_path: Path) -> None:
-    # Two channels of four readings: the second is a hundred times larger, and constant.
+    # Two channels of four readings: the second is constant, and a hundred times larger.
     x = np.zeros((4, 2, 4), np.float16)
     x[:, 0] = [[[1, 3, 1, 3]], [[1, 3, 1, 3]], [[9, 9, 9, 9]], [[1, 3, 1, 3]]][0]
     x[:, 1] = 200.0
@@ -96,7 +96,7 @@ def test_windows_are_normalised_by_channel_over_training_samples(tmp_path: Path)
     held = np.array([False, False, True, False])
     np.savez(tmp_path / "1.npz", x=x, y=[0, 1, 1, 0], heldout=held)
     data = datasets.client_data(folder(tmp_path), 0)
-    # Mean 2 and deviation 1 of what is trained with; 9 becomes 7.
+    # The training samples have mean 2 and deviation 1, so that 9 becomes 7.
     assert data.x_train.dtype == np.float32
     assert data.x_train[0].tolist() == [[-1.0, 1.0, -1.0, 1.0], [0.0] * 4]
     assert data.x_test[0, 0].tolist() == [7.0] * 4
@@ -123,7 +123,7 @@ def test_bytes_are_images_and_whole_numbers_in_a_row_are_text(tmp_path: Path) ->
     (tmp_path / "text").mkdir()
     write(tmp_path / "text", "1", 6, x=rng.integers(0, 30, (6, 12)), y=np.full(6, 40))
     config = datasets.with_defaults(folder(tmp_path / "text"))
-    # Labels may be tokens too: the vocabulary holds the largest of both.
+    # Labels may be tokens too: the vocabulary covers the largest of both.
     assert config.model == "gru"
     assert datasets.data_shape(config) == DataShape((12,), 41, 41)
     data = datasets.client_data(config, 0)
@@ -183,7 +183,7 @@ def test_mistakes_in_a_folder_are_reported(tmp_path: Path) -> None:
         datasets.load(folder(tmp_path, clients=1))
 
 
-# Models that suit.
+# Suitable models.
 
 
 @pytest.mark.parametrize(
@@ -317,14 +317,14 @@ def test_real_folders(name: str, clients: int, model: str, shape: DataShape, gro
     assert 0.3 < x.std() < 3.0
 
 
-# Labels of .npz files that are a quantity: scaled as files say, and told from classes.
+# Labels of .npz files that are quantities: their scaling, and the distinction from classes.
 
 
 CELSIUS = {"unit": "°C", "y_mean": 20.0, "y_std": 10.0}
 
 
 def write_quantity(path: Path, temperatures: object = (20.0, 35.0, 10.0), **more: object) -> Path:
-    """Write a device's file, of which each temperature is one of a sample to train and to test."""
+    """Write a device's file with one training and one test sample for each temperature."""
     y = np.asarray(temperatures)
     x = np.ones((len(y), 2), np.float32)
     np.savez(path, **{"x_train": x, "y_train": y, "x_test": x, "y_test": y, **more})  # type: ignore[arg-type]
@@ -416,7 +416,7 @@ def test_a_quantity_is_scaled_by_the_training_samples_of_all_files(tmp_path: Pat
     own = datasets.client_data(run, 0)
     assert own.y_train.tolist() == [-1.0, -1.0]
     assert own.y_test.tolist() == [98.0, -102.0]
-    # Again, now from the cache; and as the files say where they do.
+    # The same from the cache; then with the scaling that the files state.
     datasets.forget()
     assert datasets.data_shape(run).target == Target("mm", 2.0, 1.0)
     for name in ("a", "b"):
@@ -462,7 +462,7 @@ def test_models_of_a_quantity_have_one_output(tmp_path: Path, model: str) -> Non
     assert bias.shape == (1,)
 
 
-# What a server has.
+# The server's samples.
 
 
 def proxy(path: Path, **more: object) -> None:
@@ -500,7 +500,7 @@ def test_a_run_is_timed_to_a_quarter_of_the_deviation(
     assert experiment.resolve(run.with_values(target_accuracy=3.0)).target_accuracy == 3.0
     classes = device(write_quantity(tmp_path / "b.npz", [0, 1]))
     assert experiment.resolve(classes).target_accuracy == 0.9
-    # 123.4 / 4 with two figures.
+    # 123.4 / 4, rounded to two digits.
     long = device(write_quantity(tmp_path / "c.npz", unit="K", y_mean=0.0, y_std=123.4))
     assert experiment.resolve(long).target_accuracy == 31.0
 
@@ -537,6 +537,6 @@ def test_cdfl_on_devices_that_measure_a_quantity(tmp_path: Path) -> None:
     )
     summary = outcome.summary
     assert (summary["measure"], summary["unit"], summary["target"]) == ("mae", "W", 25.0)
-    # 80 W is the error of a model that knows nothing; above 1 it is no accuracy.
+    # A constant guess has an error of 80 W; values above 1 show that these are not accuracies.
     for name in ("mae", "accuracy_before", "accuracy_after", "cluster_accuracy"):
         assert 1 < summary[name] < 40

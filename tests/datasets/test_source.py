@@ -71,7 +71,7 @@ def test_more_clients_than_the_data_have_are_refused() -> None:
         load(GOOD, clients=3)
 
 
-# Data files that strangers have made: one line says what is wrong, and no memory is taken.
+# Untrusted data files: errors are one line, and no memory is allocated.
 
 
 INPUTS = np.random.default_rng(0).random((8, 64)).astype(np.float32)
@@ -86,7 +86,7 @@ def stored(array: NDArray[np.generic]) -> bytes:
 
 
 def headed(text: str, version: int = 1) -> bytes:
-    """Return an array that has a header and no numbers."""
+    """Return an array file with a header and no data."""
     size = struct.pack("<H" if version == 1 else "<I", len(text) + 1)
     return b"\x93NUMPY" + bytes([version, 0]) + size + text.encode() + b"\n"
 
@@ -133,7 +133,7 @@ def test_a_false_header_is_found_before_memory_is_allocated(
     member: bytes, message: str, tmp_path: Path
 ) -> None:
     path = npz(tmp_path / "a.npz", x_train=member)
-    # What the first reading imports is not counted.
+    # Imports of the first call are not counted.
     with pytest.raises(UserError, match=message):
         load_files(path)
     tracemalloc.start()
@@ -165,7 +165,7 @@ def test_impossible_labels_are_refused(
 def test_an_array_larger_than_the_memory_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a kilobyte of a file may become."""
+    """A kilobyte of a file may unpack to more than the memory."""
     path = tmp_path / "a.npz"
     np.savez_compressed(path, x=np.zeros((64, 1 << 16), np.float32))
     assert path.stat().st_size < 1 << 17
