@@ -1,4 +1,4 @@
-"""Clients' data at a step, for tests of drifts."""
+"""The clients' data at a step, for tests of drifts."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from raceme.simulation import Executor, InProcess
 
 
 def both(executor: Executor, node: int, action: str, **records: object) -> tuple[Message, Message]:
-    """Return the replies to a message from this process and from an executor."""
+    """Return the replies to a message, computed in this process and by an executor."""
     one, other = (
         ask(each, message_to(node, action, **records), context_of(node))
         for each in (InProcess(pool_apps.app), executor)
@@ -23,7 +23,7 @@ def both(executor: Executor, node: int, action: str, **records: object) -> tuple
 
 
 def check_records(executor: Executor) -> None:
-    """Check that all kinds of records come through, in order."""
+    """Check that all kinds of records are transported, in order."""
     records = {
         "zeta": ArrayRecord(
             {"b": Array(np.arange(6.0).reshape(2, 3)), "a": Array(np.array([True, False]))}
@@ -42,7 +42,8 @@ def check_records(executor: Executor) -> None:
 
 def check_state(executor: Executor) -> None:
     """Check that a client keeps its state in the order of the results."""
-    # All are begun at once, on no state at all; what an earlier one leaves must reach the later.
+    # All are submitted at once, with an empty state; each must see the state that the previous one
+    # left.
     context, sent = context_of(), []
     for step in (1, 2, 3):
         sent.append(message_to(1, "query.count", config=ConfigRecord({"step": step})))
@@ -55,7 +56,7 @@ def check_state(executor: Executor) -> None:
 
 
 def check_cancelling(executor: Executor) -> None:
-    """Check that a cancelled message has no result and disturbs no other."""
+    """Check that a cancelled message has no result and does not affect the others."""
     context, config = context_of(), ConfigRecord({"step": 1})
     sent = [message_to(1, "query.count", config=config) for _ in range(6)]
     for message in sent:
@@ -69,7 +70,7 @@ def check_cancelling(executor: Executor) -> None:
 
 
 def check_repeating(executor: Executor, folder: Path) -> None:
-    """Check that the tasks of a process that dies are done again."""
+    """Check that the tasks of a process that dies are repeated."""
     config = ConfigRecord({"mark": str(folder / "mark"), "step": 1})
     sent = [
         message_to(1, "query.stumble", config=config),

@@ -119,7 +119,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
         nonlocal updates
         updates += isinstance(event, UpdateApplied)
 
-    # What a kill leaves: a checkpoint, results of later on, and no summary.
+    # The state after a kill: a checkpoint, later results, and no summary.
     kept = job.config.with_values(checkpoint_every=8)
     simulate(kept, count, stop=lambda: "killed" if updates >= 20 else "")
     newest = max((job.folder / "checkpoint").iterdir())
@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> None:
-    # Nothing can be written into the folder of fedavg: it is a file.
+    # The run of fedavg fails, because its folder is a file.
     (tmp_path / "fedavg").write_text("")
     comparison, said = run(small_suite("fedavg", "fedasync", seeds=(0,)), tmp_path)
     failed, fine = comparison.results
@@ -323,7 +323,7 @@ def test_a_key_that_no_method_reads_is_an_error(settings: dict[str, float], mess
 
 
 def test_the_tables_of_a_suite_that_others_extend_are_for_its_methods(tmp_path: Path) -> None:
-    """A file that many extend holds hyper-parameters of methods that not all of them have."""
+    """A suite that others extend may set hyper-parameters of methods that it does not run."""
     path = tmp_path / "suite.toml"
     path.write_text("[methods.fedasync]\n[settings.casa]\ngamma = 0.3\n")
     suite = load_suite(path)
@@ -352,7 +352,7 @@ def test_the_command_compare_leaves_its_results(
         (["compare", "--all", "--suite", "x.toml"], "not both"),
         (["compare", "casa", "casa"], "more than once"),
         (["compare", "casa", "--only", "digits-4"], "give --suite panicle"),
-        # A folder of that name is no suite.
+        # A folder of that name does not count as a suite.
         (["compare", "--suite", "panicle", "--only", "digit-4"], "Did you mean 'digits-4'"),
     ):
         failed = CliRunner().invoke(app, wrong)

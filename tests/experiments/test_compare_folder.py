@@ -1,4 +1,4 @@
-"""A comparison's folder: one comparison at a time, and no file of others is removed."""
+"""A comparison's folder: one comparison at a time, and no removal of other files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def suite() -> Suite:
 
 @pytest.fixture
 def half(tmp_path: Path) -> Path:
-    """Return a comparison with a run that is half-done and cannot be resumed."""
+    """Return a comparison with an unfinished run that cannot be resumed."""
     run = tmp_path / "out" / "fedasync" / "seed-0"
     run.mkdir(parents=True)
     for name in ("config.toml", "run.sqlite", "run.log"):
@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_without_its_comparison_is_waited_for(
     monkeypatch.setattr("raceme.experiments.compare.ORPHAN_SECONDS", 0.1)
     with only_writer(half), pytest.raises(UserError, match=r"still writing to .*seed-0"):
         compare(prepare(suite(), half.parent.parent), 1, Console(file=io.StringIO()))
-    # It may have been started again since it was waited for.
+    # Another process may have started the run again after the wait.
     with only_writer(half), pytest.raises(UserError, match=r"still writing to .*seed-0"):
         remove_run(half)
     assert (half / "run.sqlite").is_file()
@@ -108,7 +108,7 @@ def test_a_folder_of_something_else_is_not_used(
 
 @pytest.mark.slow
 def test_a_comparison_that_is_told_to_stop_loses_nothing(command: Commands, tmp_path: Path) -> None:
-    """SIGTERM, a hang-up and a full disk under its output: its runs still write checkpoints."""
+    """With SIGTERM, SIGHUP and a full disk under its output, its runs still write checkpoints."""
     out = tmp_path / "out"
     run, log = out / "fedasync" / "seed-0", tmp_path / "log"
     log.symlink_to("/dev/full")
@@ -116,7 +116,7 @@ def test_a_comparison_that_is_told_to_stop_loses_nothing(command: Commands, tmp_
     child = command.start(
         *("compare", "fedasync", "--out", str(out), "--processes", "1", *limits), output=log
     )
-    # Its first checkpoint is of the beginning.
+    # The first checkpoint is written at the start.
     first = run / "checkpoint" / "00000001.safetensors"
     wait_until(lambda: first.exists() or not Path(f"/proc/{child}").exists(), 60)
     os.kill(child, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The progress of a comparison in output without a terminal."""
+"""The progress of a comparison in output that is not a terminal."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_a_line_is_printed_after_ten_quiet_seconds(tmp_path: Path) -> None:
 
         report(0.0, casa, None)
         report(0.0, fedasync, None)
-        # So early nothing is said of the time left.
+        # So early no remaining time is estimated.
         report(10.0, casa, JobProgress(4, 1.0, ""))
         report(19.0, casa, JobProgress(20, 2.0, ""))
-        # 0.2 + 0.3 of two runs after 25 s: 1.5 are left.
+        # After 25 s 0.2 + 0.3 of the two runs are done, and 1.5 are left.
         report(25.0, fedasync, JobProgress(30, 3.0, ""))
-        # It left no summary. What is printed anyway counts: ten seconds from here.
+        # A failure is printed, which restarts the interval of ten seconds.
         report(30.0, fedasync, Finished(None))
         report(39.0, casa, JobProgress(50, 4.0, ""))
         report(40.0, casa, JobProgress(60, 4.0, ""))
@@ -40,9 +40,9 @@ def test_a_line_is_printed_after_ten_quiet_seconds(tmp_path: Path) -> None:
         "1/3 runs finished; casa, seed 0: 20 of 100 updates; fedasync, seed 0: 30 of 100 updates; "
         "about 75 s left",
         "[2/3] fedasync, seed 0: FAILED: it left no summary",
-        # 1 + 0.6 of two runs after 40 s.
+        # After 40 s 1 + 0.6 of the two runs are done.
         "2/3 runs finished; casa, seed 0: 60 of 100 updates; about 10 s left",
-        # A run in rounds may have more than were expected: nobody knows how many.
+        # A run in rounds may exceed the expected number of updates; then no estimate is printed.
         "2/3 runs finished; casa, seed 0: 104 updates",
     ]
 
@@ -61,7 +61,7 @@ def test_runs_of_a_budget_of_time_are_measured_by_it(tmp_path: Path) -> None:
     assert out.getvalue().splitlines() == [
         "0/2 runs finished; casa, seed 0: 590 updates, 5 of 20 s; fedasync, seed 0: starting; "
         "about 2 min left",
-        # Two quarters of a run after 30 s.
+        # After 30 s two quarters of a run are done.
         "0/2 runs finished; casa, seed 0: 590 updates, 5 of 20 s; "
         "fedasync, seed 0: 1 update, 5 of 20 s; about 90 s left",
     ]
@@ -80,6 +80,6 @@ def test_the_time_left_of_a_resumed_run_ignores_its_earlier_part(tmp_path: Path)
     assert out.getvalue().splitlines() == [
         "casa, seed 0: unfinished, resumed from its last checkpoint",
         "0/2 runs finished; casa, seed 0: 72 of 100 updates",
-        # 0.1 of a run in 20 s, and 1.2 are left.
+        # In 20 s 0.1 of a run was done, and 1.2 are left.
         "0/2 runs finished; casa, seed 0: 80 of 100 updates; about 4 min left",
     ]

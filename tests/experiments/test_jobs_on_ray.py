@@ -62,7 +62,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 
 def content_of(out: Path) -> list[object]:
-    """Return all that is in the stores of a comparison's runs."""
+    """Return all contents of the stores of a comparison's runs."""
     content: list[object] = []
     for path in sorted(out.rglob("run.sqlite")):
         with sqlite3.connect(path) as store:

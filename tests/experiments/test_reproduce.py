@@ -1,4 +1,4 @@
-"""The suites of the papers' experiments that come with the package."""
+"""The suites of the papers' experiments that are part of the package."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_published_numbers_of_table_1(column: str) -> None:
         method.label: {(row.options.get("k"), row.accuracy, row.time) for row in method.published}
         for method in suite.methods
     } == expected
-    # Every point of a sweep is compared with the row of its own k.
+    # Every point of a sweep is compared with the published row of its own k.
     for label in ("ifca", "ifca-async"):
         (method,) = suite.only([label]).methods
         assert {k for k, _, _ in expected[label]} == {v.options["k"] for v in method.variants()}
@@ -112,7 +112,7 @@ def test_open_data_in_the_place_of_the_paper_s_have_no_published_numbers(part: s
     folder = suite.config(suite.methods[0], 0).read(FolderOptions).data_folder
     assert (folder or suite.dataset) == part
     assert not any(method.published for method in suite.methods)
-    # All clients take part in each of the 500 rounds, and as many updates are not fewer rounds.
+    # Asynchronous methods get as many updates as 500 rounds of all clients.
     fedavg = suite.config(suite.only(["fedavg"]).methods[0], 0)
     assert fedavg.max_updates == 500 * fedavg.clients
 
@@ -144,10 +144,10 @@ def test_numbers_of_the_other_experiments() -> None:
             for method in suite.methods
             for row in method.published
         } == expected
-        # IFCA's k is not given: any point stands beside the row.
+        # The paper does not give IFCA's k: every point is compared with the row.
         (ifca,) = suite.only(["ifca"]).methods
         assert [point.row.accuracy for point in ifca.variants()] == [expected["ifca"][0]] * 3
-        # Standalone never comes to 75 %, and has a time.
+        # Standalone never reaches 75 %, and has a published time nevertheless.
         assert suite.timing is Timing.CONVERGENCE
         profile = {"a": "range1to5", "b": "slow30x10"}[variant]
         assert suite.config(suite.methods[0], 0).devices == profile
@@ -169,7 +169,7 @@ def test_the_competitors_are_swept_alike() -> None:
     for path in shipped("casa-table1").values():
         suite = load_suite(path)
         points = {method.label: [v.options for v in method.variants()] for method in suite.methods}
-        # The paper's own points are among them.
+        # The sweep contains the paper's own points.
         assert {"eps1": 0.4, "eps2": 0.7} in points["cfl"]
         assert {"eps1": 0.4, "eps2": 1.0} in points["cfl-async"]
         hinge, polynomial = points["fedasync"]
@@ -238,7 +238,7 @@ def test_reproduce_as_a_person_types_it(tmp_path: Path) -> None:
         (["casa-table1", "--dataset", "mnist"], "--data-root"),
         (["casa-table1", "--only", "mnist,imuu"], "Unknown part of casa-table1 'imuu'. Did you"),
         (["casa-table1", "--only", "mnist,imu", "--dataset", "cifar10"], "Unknown dataset of"),
-        # Parts may be of several datasets; those of MNIST are the first whose files are missing.
+        # Parts may use several datasets; MNIST is the first one whose files are missing.
         (["casa-table1", "--only", "mnist,imu"], "--data-root"),
         (["casa-table1", "--dataset", "mnist", "--scale", "0"], "--scale must be above 0"),
         (["casa-table1", "--dataset", "mnist", "--methods", "cas"], "Did you mean 'casa'"),

@@ -60,7 +60,8 @@ def of(table: dict[str, dict[str, float]], data: str, scenario: str) -> float:
 def test_continual_streams(mode: str, data: str, scenario: str) -> None:
     suite = load_suite(shipped(f"c-faacl-{mode}")[f"{data}-{scenario}"])
     assert [method.label for method in suite.methods] == CONTINUAL
-    # The headings FASHION and CIFAR10 are taken for exchanged, and the numbers are marked.
+    # The thesis presumably exchanges the headings FASHION and CIFAR10, so the numbers are marked.
+    # says.
     numbers = [float(x) for x in STREAMS[f"{EXCHANGED[data]}-{scenario}"].split()]
     assert published(suite, "accuracy") == numbers[int(mode == "multitask") :: 2]
     assert marked(suite) == (set() if data == "mnist" else set(CONTINUAL))
@@ -83,7 +84,7 @@ def test_continual_streams(mode: str, data: str, scenario: str) -> None:
         assert options.scenario == scenario
         if scenario == "a1":
             assert (options.scenario_variance, options.scenario_density) == (variance, density)
-        # Ten steps of 100 rounds, and in proportion of a shortened run.
+        # Ten steps of 100 rounds, or the same share of a shortened run.
         for scale, rounds in ((1.0, 100), (0.1, 10)):
             schedule = schedule_of(suite.scaled(scale).config(method, 10))
             assert schedule is not None

@@ -38,7 +38,7 @@ def test_the_suites_of_cdfl(name: str, k: int) -> None:
     assert suite.shows_work
     for method in suite.methods:
         config = suite.config(method, 0)
-        # 25 uploads of each client, on the mean.
+        # 25 uploads per client on average.
         assert (config.clients, config.max_updates) == (20 * k, 500 * k)
         assert len(str(config.options["groups"]).split(",")) == k
         assert (config.options["mixture-size-low"], config.options["mixture-size-high"]) == (
@@ -84,7 +84,7 @@ def test_the_suites_of_the_figures_without_values() -> None:
 def test_the_suite_of_digits() -> None:
     suite = load_suite(shipped("cdfl-table1")["digits"])
     config = suite.config(suite.methods[0], 0)
-    # 40 uploads of each client, on the mean; Table 2's last row.
+    # 40 uploads per client on average; Table 2's last row.
     assert (config.clients, config.max_updates, config.dataset) == (100, 4000, "npz-folder")
     options = config.parameters()
     assert (options.k, options.c1, options.c2, options.sharpness) == (3, 0.9, 0.0, "5")

@@ -1,4 +1,4 @@
-"""The suite of CSAFL's Table 2 and figure 5: the published numbers, and what is run."""
+"""The suite of CSAFL's Table 2 and figure 5: the published numbers, and the settings."""
 
 import pytest
 

@@ -22,7 +22,7 @@ def test_the_table(concepts: int, published: float) -> None:
         options = config.read(ConceptsOptions)
         assert (options.concepts, options.concept_steps, config.clients) == (concepts, 10, 10)
         assert (config.local_steps, config.lr, config.eval_steps) == (5, 0.01, True)
-        # Ten steps of as many updates as ten clients have in 200 rounds.
+        # Ten steps, each as many updates as ten clients make in 200 rounds.
         schedule = schedule_of(config)
         assert schedule is not None
         assert [schedule.step(0.0, n, 0) for n in (1999, 2000, 19999)] == [0, 1, 9]

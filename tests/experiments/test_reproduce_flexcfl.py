@@ -54,7 +54,8 @@ def test_table_3(name: str, cells: list[str]) -> None:
     for label, config in configs.items():
         keys = config.parameters()
         assert (config.local_epochs, config.batch_size, config.max_rounds) == (10, 10, 300)
-        # Twenty clients; in the authors' code FedAvg draws them, and clustered methods take turns.
+        # Twenty clients: drawn at random in the authors' code of FedAvg, in turn in clustered
+        # methods.
         sampling = "random" if label in ("fedavg", "fedprox") else "in-turn"
         assert (int(keys.fraction * config.clients), keys.sampling) == (20, sampling)
         # Keras' l2(0.001) on kernels: the gradient of 0.001 w² is 0.002 w.
@@ -104,7 +105,7 @@ def test_figure_6_compares_bytes_on_the_data_whose_gains_it_tells() -> None:
             assert suite.config(mig, 0).parameters().k == 3
             assert found["ifca-mig"].traffic == 5.48
     assert found["flexcfl-eta"].traffic == 1.114
-    # Figure 5: more of these rates.
+    # Figure 5 has more of these rates.
     rates = {m.label: suite.config(m, 0).parameters().eta_g for m in suite.methods[4:]}
     assert list(rates.values()) == [0.0, 5.0, 0.1, 1.0]
 

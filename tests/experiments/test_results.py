@@ -113,7 +113,7 @@ def test_a_run_is_compared_with_the_published_row_of_its_own_point() -> None:
     assert chosen["ifca k=5, by-examples=True"] == rows[1]
     quick = result_of("quick", [1.0], Published(99.0, 6.0))
     for k, tau in ((4, 1.0), (5, -1.0)):
-        # Ours: quick is first. The paper's order is the same with k = 4 only.
+        # Our order has "quick" first; the paper's order is the same with k = 4 only.
         (method,) = (v for v in ifca.variants() if v.label == f"ifca k={k}, by-examples=True")
         slow = Result(method, "ifca", result_of("slow", [9.0]).runs)
         comparison = Comparison(Suite("t", (quick.method, method)), (quick, slow))
@@ -182,7 +182,8 @@ def test_methods_that_warned_are_marked_and_costs_have_a_table_of_their_own() ->
     assert [row[0] for row in table.rows] == ["casa*", "panicle"]
     assert "* casa: too few" in table.lines
     costs = costs_table(comparison)
-    # Runs of 130 and 131 s; those of an earlier version do not tell the work of their devices.
+    # Runs of 130 and 131 s. Without figures on the work of devices, as of earlier versions, "-" is
+    # shown.
     assert costs.rows == (
         ("casa", "90.50 ± 0.71", "130.5 ± 0.7", "30 ± 0", "2.5 ± 0.0", "5.0 ± 0.0", "100"),
         ("panicle", "90.50 ± 0.71", "130.5 ± 0.7", "-", "-", "-", "100"),
@@ -205,12 +206,12 @@ def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Pa
     assert table.title == "t (seed 0, target 90.0%, best accuracy by test examples)"
     assert [row[1:3] for row in table.rows] == [("71.00", "70.00"), ("79.00", "80.00")]
     assert any("the client mean weighted by test examples" in line for line in table.lines)
-    # The paper tells no times, and there is no reference for factors.
+    # The paper reports no times, and the suite has no reference for factors.
     heads = ("method", "acc %\npaper", "acc %\nours", "time\nours", "purity")
     assert table.columns == heads
     assert "accuracy 1.00." in table.lines[0]
     assert not any("unit of its own" in line for line in table.lines)
-    # The page of the same comparison shows the same.
+    # The table read back from the file is the same.
     (tmp_path / "compare.json").write_text(to_json(comparison))
     again = read_comparison(tmp_path)
     assert again.suite.score is Score.BEST_WEIGHTED
@@ -241,7 +242,7 @@ def test_the_table_shows_bytes_as_multiples_of_the_reference_s(tmp_path: Path) -
     table = main_table(comparison)
     assert table.columns[-2:] == ("bytes\npaper", "bytes\nours")
     assert [row[-2:] for row in table.rows] == [("1.00×", "1.00×"), ("5.48×", "2.50×")]
-    # The reference is one of bytes: no times are compared with its.
+    # The reference is for bytes only, not for times.
     assert not any("× fedavg" in text for text in (*table.columns, *table.lines))
     (tmp_path / "compare.json").write_text(to_json(comparison))
     assert main_table(read_comparison(tmp_path)) == table
@@ -315,7 +316,7 @@ def test_a_shortened_suite_reports_it() -> None:
         "t", (ComparedMethod("casa", "casa"),), {"clients": 100}, async_updates=50000
     ).scaled(0.1)
     assert suite.config(suite.methods[0], 0).max_updates == 5000
-    # Never less than one round of every client.
+    # At least one update per client.
     assert suite.scaled(0.001).config(suite.methods[0], 0).max_updates == 100
     table = main_table(Comparison(suite, (result_of("casa", [1.0]),)))
     assert table.lines[0].startswith("SHORTENED: --scale 0.1")

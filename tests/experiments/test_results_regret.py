@@ -59,7 +59,7 @@ def test_the_overview_has_a_row_for_each_method_the_best_first() -> None:
 def test_a_method_with_a_failed_seed_is_left_out_of_the_case() -> None:
     cases = {"one": case(a=(0.90, 2.0), b=(0.85, 1.0)), "two": case(a=(0.70, 4.0), b=(0.60, 3.0))}
     a, b = cases["two"].results
-    # The mean of b's other seed, 0.95, is of other data than a's.
+    # The mean of b's remaining seed, 0.95, would be over other data than a's.
     failed = Result(
         b.method, "b", (Run(0, "b", {**b.runs[0].summary, "accuracy": 0.95}),), {1: "!"}
     )

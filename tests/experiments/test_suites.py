@@ -86,7 +86,8 @@ def test_variants_of_a_matrix(tmp_path: Path) -> None:
     slow, even, other = (load_suite(named[name]) for name in ("iris-slow", "digits-even", "other"))
     assert (slow.title, slow.seeds) == ("Waiting, Iris, slow devices", (0, 1))
     assert (even.title, other.title) == ("Waiting, Digits", "Waiting, elsewhere")
-    # The variant's own setting wins over the suite's; notes of an axis stand where it is named.
+    # A variant's setting overrides the suite's; notes of an axis are placed where the axis is
+    # named.
     assert slow.settings == {
         "clients": 6,
         "fedbuff.k": 5,
@@ -136,7 +137,7 @@ def test_a_suite_extends_a_variant(tmp_path: Path) -> None:
     suite = load_suite(path)
     assert (suite.title, suite.seeds) == ("Waiting, Iris, slow devices", (7,))
     assert (suite.settings["clients"], suite.settings["dataset"]) == (9, "synthetic")
-    # One of the package, by its name.
+    # A suite of the package, by its name.
     path.write_text('extends = "casa-table1.mnist"\nseeds = [7]')
     assert load_suite(path).settings == load_suite("casa-table1.mnist").settings
 
@@ -207,7 +208,7 @@ def test_variants_of_the_package_have_names() -> None:
     assert len(list(SHIPPED.glob("*.toml"))) <= 25
 
 
-# Held-out training samples: what is chosen by them has not seen the test samples.
+# Held-out training samples, so that tuning never sees the test samples.
 
 
 def rows(x: np.ndarray) -> list[bytes]:
@@ -229,13 +230,13 @@ def test_the_held_out_samples_follow_from_the_seed() -> None:
     config = RunConfig(clients=8, validation_fraction=0.25)
     one, again = client_data(config, 3), client_data(config, 3)
     assert rows(one.x_test) == rows(again.x_test)
-    # Not the last ones, which may all be of one label.
+    # The held-out samples are not simply the last ones, which may all have one label.
     kept = client_data(config.with_values(validation_fraction=0.0), 3).x_train
     assert rows(one.x_test) != rows(kept[-len(one.x_test) :])
 
 
 def test_what_cannot_be_held_out_is_said() -> None:
-    # 359 clients with five samples each: with four of them for testing, one is left to train.
+    # 359 clients with five samples each: four are for testing, and one remains for training.
     config = RunConfig(clients=359, partition="iid", test_fraction=0.8, validation_fraction=0.2)
     with pytest.raises(UserError, match="Client 0 has a single training sample"):
         client_data(config, 0)

@@ -55,7 +55,7 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     trials = sorted(tmp_path.glob("*/validation-*/config.toml"))
     whole = sorted(tmp_path.glob("*/seed-*/config.toml"))
     assert (len(trials), len(whole)) == (2, 2)
-    # No point is chosen on the test samples of a seed that is reported.
+    # Points are chosen on validation samples, never on test samples of a reported seed.
     assert {read_toml(path)["validation-fraction"] for path in trials} == {0.2}
     assert {read_toml(path)["validation-fraction"] for path in whole} == {0.0}
     _, said = run(suite, tmp_path)
@@ -123,7 +123,7 @@ def test_a_budget_is_the_same_for_all_methods(
         updates = read_run(tmp_path / done.folder).updates
         spent = (updates.time - updates.dispatched_at).sum()
         reached = done.summary[measure] if measure else spent
-        # A round ends later, by the updates that are released together.
+        # A round may exceed the limit by the updates that are aggregated together.
         assert least <= reached < 1.6 * least
     assert read_toml(tmp_path / "fedavg" / "seed-0" / "config.toml")["max-rounds"] == 0
 

@@ -31,7 +31,7 @@ SEEDS = range(5)
 
 
 def results(**accuracies: list[float]) -> Comparison:
-    """Return methods with an accuracy per seed, and times that follow them."""
+    """Return methods with an accuracy per seed, and times that increase with it."""
     methods = tuple(ComparedMethod(label, "casa") for label in accuracies)
     found = tuple(
         Result(method, method.label, tuple(run(seed, x, 10 * x) for seed, x in enumerate(own)))
@@ -61,10 +61,10 @@ def test_a_best_value_is_bold_if_a_paired_test_over_five_seeds_is_significant() 
     higher = [x + gain for x, gain in zip(lower, (0.02, 0.03, 0.02, 0.01, 0.02), strict=True)]
     both = results(a=lower, b=higher)
     assert best_row(both, "acc %") == 1
-    # The time grows with the accuracy.
+    # The time increases with the accuracy, so that the other method is faster.
     assert best_row(both, TO_TARGET) == 0
     assert r"\textbf{82.00 $\pm$ 8.40}" in to_latex(both)
-    # With four seeds, or as often worse as better, nothing is shown.
+    # With four seeds, or as many losses as wins, no row is highlighted.
     assert best_row(results(a=lower[:4], b=higher[:4]), "acc %") is None
     assert best_row(results(a=lower, b=lower[::-1]), "acc %") is None
     assert r"\textbf" not in to_latex(results(a=lower, b=lower))
@@ -80,7 +80,7 @@ def test_a_tabular_has_units_and_no_empty_columns(found: Comparison) -> None:
     text = to_latex(found)
     assert r"\shortstack[r]{accuracy \\ (\%)}" in text
     assert r"\shortstack[r]{time to \\ target (s)}" in text
-    # No run has a purity.
+    # No run has a purity, so that there is no such column.
     assert "purity" not in text
     assert "$>$ 20.0" in text
     assert not text.startswith(r"\begin{table}")
@@ -97,7 +97,7 @@ def test_where_no_run_reaches_the_target_the_length_of_the_runs_stands_there() -
         assert ("virtual\ntime (s)" in table.columns) is not is_reached
         assert ("none reached 90.0%" in table.title) is not is_reached
         assert ("time-to-target" in plots(found, {})) is is_reached
-        # Neither run knows of groups.
+        # Neither run has true groups.
         assert "purity" not in table.columns
         assert "purity" not in plots(found, {})
 

@@ -53,7 +53,7 @@ def test_marked_numbers_have_their_remarks_below_the_table(tmp_path: Path) -> No
         "ifca": "-",
         "fedasync": "50.00†",
     }
-    # Each remark once, before the notes.
+    # Each remark is printed once, before the notes.
     assert table.lines[-3:] == (
         "† fedavg, fedprox: half of 73.57 at most.",
         "† fedasync: of other data.",
@@ -66,7 +66,7 @@ def test_marked_numbers_have_their_remarks_below_the_table(tmp_path: Path) -> No
 def test_numbers_of_clusters_stand_beside_the_published_ones(tmp_path: Path) -> None:
     table = main_table(comparison(tmp_path))
     assert table.columns[-2:] == ("clusters\npaper", "clusters\nours")
-    # Of 3 and 4 clusters.
+    # Means over runs with 3 and 4 clusters.
     assert [row[-2:] for row in table.rows] == [
         ("1†", "3.5 ± 0.7"),
         ("-", "3.5 ± 0.7"),

@@ -60,7 +60,7 @@ def comparison(path: Path) -> Comparison:
         run(0, 0.75, **known, bytes_down=100, sample_passes=600),
         run(1, 0.77, **known, bytes_down=100, sample_passes=600),
     )
-    # Twice as many updates: the same bytes for each of them, and half as much work.
+    # Twice as many updates: the same bytes per update, and half the work.
     twice = {"updates": 20, "bytes_down": 200, "sample_passes": 600}
     return Comparison(
         suite,
@@ -81,7 +81,7 @@ def test_each_score_stands_beside_the_published_one(tmp_path: Path) -> None:
         ("soft", "79.9", "76.0 ± 1.4", "83.8", "75.0 ± 0.0", "0.12 ± 0.00", "1.00×", "1.00×"),
         ("hard", "78.1", "50.0", "-", "-", "-", "1.00×", "0.50×"),
     )
-    # Both order the methods alike; of clusters there is one number.
+    # Both orders agree for this score; for clusters only one number is published.
     assert "our: before" not in table.lines[0]
     assert table.lines[0].endswith("before 1.00, cluster -.")
     assert any(line.startswith("Before: a client's upload") for line in table.lines)
@@ -109,7 +109,7 @@ def test_a_suite_with_scores_has_the_clients_make_the_tests(tmp_path: Path) -> N
     plain = Suite("t", suite.methods, scores=(Scored.CLUSTER,))
     assert not plain.config(plain.methods[0], 0).value("score-uploads")
     assert suite.methods[0].published == (Published(before=79.9, after=83.4, cluster=83.8),)
-    # Without the method that others are compared with there is nothing to show.
+    # Without the reference method no relative work is shown.
     assert not suite.only(["hard"]).shows_work
 
 

@@ -54,7 +54,7 @@ buffer = partial(FedBuff, FedBuffParameters(k=3))
 
 
 class Seen(Feature):
-    """Keeps the model after each aggregation, and what it was made of."""
+    """Records the model after each aggregation, and the updates in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Seen(Feature):
 
 
 class Compared(Method):
-    """Takes each client's model as it is: not a sum."""
+    """Takes over each client's model: an aggregation that is not a sum."""
 
     needs = Needs(one_model=True)
 
@@ -89,7 +89,7 @@ def private_of(keys: dict[str, Any]) -> CentralPrivacy:
 
 
 def private(method: Method, noise: float, **keys: Any) -> Seen:
-    """Give a method central privacy, and return what sees its models."""
+    """Give a method central privacy, and return the feature that records its models."""
     seen, privacy = Seen(), private_of({"privacy-central": noise, **keys})
     method.features = Chain({"central-privacy": privacy, "seen": seen})
     return seen
@@ -115,7 +115,7 @@ def fleet(*seconds: float) -> VirtualGrid:
     return grid_of(pulled_app(TARGETS), devices(*(seconds or (1.0, 1.0, 1.0))))
 
 
-# The account.
+# Privacy accounting.
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,8 @@ def test_epsilon_by_hand_and_by_other_formulas(
     mu = math.sqrt(2 * rho)
     exact = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
     assert exact == pytest.approx(delta, rel=1e-6)
-    # ρ-zCDP, and Rényi DP at its best order 1 + √(log(1/δ) / ρ), give ρ + 2 √(ρ log(1/δ)): a bound.
+    # ρ-zCDP, and Rényi DP at its best order 1 + √(log(1/δ) / ρ), give the bound ρ + 2 √(ρ
+    # log(1/δ)).
     bound = rho + 2 * math.sqrt(rho * math.log(1 / delta))
     assert 0.75 * bound < epsilon < bound
     # A composition of single mechanisms, by privacy loss distributions and by Rényi DP.
@@ -157,7 +158,7 @@ def test_the_most_updates_within_a_budget(budget: float, noise: float) -> None:
     count = most(budget)
     assert count == 0 or epsilon_of(count, noise, 1e-5) <= budget
     assert epsilon_of(count + 1, noise, 1e-5) > budget
-    # The last one counts if the budget is exactly what it costs.
+    # The budget may be used up exactly.
     assert most(epsilon_of(7, noise, 1e-5)) == 7
 
 
@@ -168,7 +169,7 @@ def test_clipping_keeps_short_changes_and_shortens_long_ones() -> None:
     assert short[0] == short[7] > 0
 
 
-# Sums: what a method makes of updates, and noise in its versions.
+# Sums: weights of updates, and noise in versions of the model.
 
 
 @pytest.mark.parametrize(
@@ -179,13 +180,13 @@ def test_methods_of_sums_move_by_the_weighted_sum_of_changes(make: Any, whole: i
     seen = private(method, 1e-9, **{"privacy-clip": 2.0})
     ran(method, fleet(), 3)
     first = next(m for m, version in zip(seen.models, seen.versions, strict=True) if version)
-    # All started from zeros, and clients move half-way: by 1.5, 0.5 and 1 times √8, at most 2.
+    # All start from zeros, and move half-way: by 1.5, 0.5 and 1 times √8, clipped to 2.
     lengths = [np.linalg.norm(update.vector) for _, update in seen.parts]
     assert sorted(lengths) == pytest.approx([math.sqrt(2), 2.0, 2.0])
     moved = sum(weight * update.vector.astype(float) for weight, update in seen.parts[:whole])
     assert method.needs.sums
     assert first == pytest.approx(moved, abs=1e-6)
-    # Examples do not count.
+    # Numbers of examples do not affect the weights.
     assert len({weight for weight, _ in seen.parts[:whole]}) == 1
 
 
@@ -194,7 +195,7 @@ def test_methods_of_sums_move_by_the_weighted_sum_of_changes(make: Any, whole: i
     [
         (half, [1.0], 0.5),
         (buffer, [1.0] * 3, 1 / 3),
-        # Two, or all three, of the updates in a buffer are of one client.
+        # Two, or all three, of the updates in a buffer come from the same client.
         (buffer, [1.0, 2.0], 2 / 3),
         (buffer, [1.0], 1.0),
         (FedAvg, [1.0] * 3, 1 / 3),
@@ -204,14 +205,14 @@ def test_methods_of_sums_move_by_the_weighted_sum_of_changes(make: Any, whole: i
 def test_the_noise_has_the_stated_variance(make: Any, seconds: list[float], moved: float) -> None:
     method = make()
     seen = private(method, 2.0, **{"privacy-clip": 0.7})
-    # Clients return what they were sent: what moves the model is noise.
+    # Clients echo the model, so that it only moves by noise.
     ran(method, grid_of(pulled_app(), devices(*seconds)), 900)
     versions = dict(zip(seen.versions, seen.models, strict=True))
     steps = np.diff([np.zeros(8), *(versions[v] for v in sorted(versions) if v)], axis=0)
-    # A client moves a version by its clip times this share: twice that is the noise.
+    # A client can move a version by its clip times this share; the noise has twice that deviation.
     total = float(np.square(steps / (2.0 * 0.7 * moved)).sum())
     assert steps.size >= 2400
-    # Outside in one of 10,000 seeds; 6 % of the variance at 2,400 numbers.
+    # Fails by chance for one of 10,000 seeds; 6 % of the variance at 2,400 numbers.
     assert chi2.ppf(5e-5, steps.size) < total < chi2.ppf(1 - 5e-5, steps.size)
 
 
@@ -239,10 +240,10 @@ def test_a_method_sees_nothing_but_the_update() -> None:
 
 
 class Curious(Compared):
-    """Asks for losses without having declared it."""
+    """Requests losses without having declared it."""
 
     def request_for(self, client: str) -> Request:
-        """Return the question."""
+        """Return the query."""
         return Request(client, kind="losses")
 
 
@@ -253,11 +254,11 @@ def test_a_method_asks_for_nothing_but_training() -> None:
         ran(method, fleet(), 3)
 
 
-# Cohorts: the noisy mean of some updates of a cluster in place of each.
+# Cohorts: the noisy mean of several updates of a cluster replaces each of them.
 
 
 class Means(Compared):
-    """Takes sums of updates, in clusters."""
+    """Aggregates sums of updates, in clusters."""
 
     needs = Needs(bases=True, sum_weight=lambda update: 1.0)
 
@@ -279,7 +280,8 @@ def test_the_noise_of_a_cohort_has_the_stated_variance() -> None:
     seen = private(method, 2.0, **{"privacy-clip": 0.7, "privacy-cohort": 3})
     ran(method, grid_of(pulled_app(), devices(1.0, 1.0, 1.0)), 450)
     (privacy, _), models = method.features, [np.zeros(8), *seen.models]
-    # A round of three replaces the model by the former one with a noise that they have in common.
+    # A round of three replaces the model by the former one, plus noise that the three have in
+    # common.
     steps = np.diff(np.array(models[::3]), axis=0)
     assert privacy.state.draws == len(steps) == 150
     total = float(np.square(steps / (2.0 * 0.7 / 3)).sum())
@@ -302,7 +304,7 @@ def test_few_updates_wait_when_the_others_have_spent_their_budget() -> None:
     grid = grid_of(pulled_app(), devices(1.0, 1.0, 1.0, 1.0, 1.0, 30.0))
     seen = ran(method, grid, 1000)
     taken = [one.client for one in of(events.UpdateApplied, seen)]
-    # The slow one takes part once or twice, and is then alone, with less than half a cohort.
+    # The slow client takes part once or twice; then it is alone, less than half a cohort.
     assert [taken.count(f"c{i}") for i in range(5)] == [5] * 5
     assert taken.count("c5") < 5
     assert not of(events.UpdateRejected, seen)
@@ -370,7 +372,7 @@ def test_a_sum_is_made_of_a_node_for_each_1_of_the_binary_number() -> None:
         assert held.issuperset(former)
         held = held - set(former) | {new}
         assert held == nodes
-        # They cover the leaves so far, each once.
+        # The nodes cover each leaf so far exactly once.
         covered = [i for level, at in held for i in range(at << level, (at + 1) << level)]
         assert sorted(covered) == list(range(leaf + 1))
 
@@ -379,15 +381,15 @@ def test_a_sum_is_made_of_a_node_for_each_1_of_the_binary_number() -> None:
     ("leaves", "height", "expected"),
     [
         ({3: 1.0}, 0, 1.0),
-        # One node of each of the levels 0 to 4.
+        # One node on each of the levels 0 to 4.
         ({5: 1.0}, 4, 5.0),
-        # Leaves 0 and 1 have the nodes of level 1 and 2 in common: 1 + 1 + 4 + 4.
+        # Leaves 0 and 1 share the nodes of levels 1 and 2: 1 + 1 + 4 + 4.
         ({0: 1.0, 1: 1.0}, 2, 10.0),
-        # Leaves 0 and 2 the one of level 2: 1 + 1 + 1 + 1 + 4.
+        # Leaves 0 and 2 share the node of level 2: 1 + 1 + 1 + 1 + 4.
         ({0: 1.0, 2: 1.0}, 2, 8.0),
         # All leaves of a tree of 8: 8 · 1 + 4 · 4 + 2 · 16 + 64.
         (dict.fromkeys(range(8), 1.0), 3, 120.0),
-        # Parts are added before they are squared: 4 + 0.25 + 6.25.
+        # Shares are added before they are squared: 4 + 0.25 + 6.25.
         ({0: 2.0, 1: 0.5}, 1, 10.5),
     ],
 )
@@ -399,7 +401,7 @@ def test_the_cost_of_a_client_in_a_tree_by_hand(
 
 @pytest.mark.parametrize("height", [0, 3, 6])
 def test_the_account_of_a_tree_agrees_with_the_library(height: int) -> None:
-    # A client takes part once; the library counts height + 1 nodes for 2^height steps.
+    # Each client takes part once; the library counts height + 1 nodes for 2^height steps.
     event = dp_accounting.SingleEpochTreeAggregationDpEvent(3.0, 2**height)
     other = dp_accounting.rdp.RdpAccountant(
         neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL
@@ -415,7 +417,7 @@ def test_the_noise_of_trees_has_the_stated_variance() -> None:
     versions = dict(zip(seen.versions, seen.models, strict=True))
     sums = np.array([versions[v] for v in sorted(versions) if v])
     (privacy, _) = method.features
-    # Sums of leaves in units of the noise, relative to where their tree began.
+    # Sums of leaves in units of the noise, relative to the start of their tree.
     found = sums / (2.0 * 0.7 * privacy.state.share)
     begun = np.concatenate([np.zeros((1, 8)), found[3:-1:4]])
     assert len(found) == 400
@@ -425,8 +427,8 @@ def test_the_noise_of_trees_has_the_stated_variance() -> None:
 
 
 def test_a_client_contributes_no_more_to_trees_than_its_budget() -> None:
-    # Versions of one client alone: its leaves are 0, 1, 2, …; three of them cost
-    # 3 · 1 + (4 + 1) + 9 = 17 in a tree of four, four cost 4 + 8 + 16 = 28.
+    # A run with one client: its leaves are 0, 1, 2, …; three of them cost 3 · 1 + (4 + 1) + 9 = 17
+    # in a tree of four, four of them 4 + 8 + 16 = 28.
     budget = epsilon_of(1, 10.0 / math.sqrt(17.0), 1e-5) + 1e-6
     method = half()
     keys = {"privacy-tree": 4, "privacy-budget": budget}
@@ -439,7 +441,7 @@ def test_a_client_contributes_no_more_to_trees_than_its_budget() -> None:
     assert "the privacy budget of" in seen[-1].reason
 
 
-# Bounds.
+# Limits of the budget.
 
 
 def test_a_client_contributes_no_more_than_its_budget() -> None:
@@ -496,7 +498,7 @@ def test_a_resumed_run_gets_no_budget_back() -> None:
     again = half()
     private(again, 1.0, **{"privacy-updates": 4})
     again.load_state_dict(copy.deepcopy(method.state_dict()))
-    # On a fleet that joins anew, as after a restart of a server.
+    # On a fleet that joins again, as after a restart of a server.
     seen = ran(again, fleet(1.0, 2.0, 5.0), 1000)
     assert not of(events.UpdateApplied, seen)
     assert again.progress.updates == 12
@@ -529,7 +531,7 @@ def test_a_resumed_run_is_the_one_that_was_never_interrupted(
 
     whole = start(make(), slow(), 40)
     resumed = start(make(), slow(), 40, start(make(), slow(), 17))
-    # The chain has a feature without a state, too.
+    # The chain also contains a feature without a state.
     assert resumed["method"]["features"] == whole["method"]["features"]
     state = resumed["method"]["features"]["central-privacy"]
     assert max(state["draws"], state["leaf"]) >= 13
@@ -537,7 +539,7 @@ def test_a_resumed_run_is_the_one_that_was_never_interrupted(
     assert np.array_equal(*models)
 
 
-# What is refused.
+# Unsupported settings.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The map of a running run: it shows the true groups, and does not change the run."""
+"""The client map during a run: it shows the true groups, and does not change the run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_run_with_a_map_is_the_same_run(tmp_path: Path) -> None:
 def test_the_last_snapshot_is_of_the_end(tmp_path: Path) -> None:
     out = simulated(tmp_path / "run", eval_every=5)
     found = PositionsReader(out).read()
-    # The first four evaluations that find changes; the other seven come too soon after them.
+    # Snapshots come from the first four evaluations; the other seven follow too closely.
     assert [(one.updates, one.is_last) for one in found] == [
         *((updates, False) for updates in (5, 10, 15, 20)),
         (60, True),

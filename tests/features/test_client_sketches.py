@@ -23,7 +23,7 @@ def everybody_in(cluster: int) -> dict[str, dict[int, float]]:
 
 @pytest.mark.parametrize("length", [1, 100, SKETCH_SIZE, LENGTH, 300_000])
 def test_products_come_out_nearly(length: int) -> None:
-    """The error of a cosine is about 1/√128 = 0.09, and there is none in short models."""
+    """The standard error of a cosine is about 1/√128 = 0.09; short models are exact."""
     one, other = np.random.default_rng(1).normal(size=(2, length)).astype(np.float32)
     mixed = (one + other).astype(np.float32)
     sketch = Sketch(length)
@@ -47,7 +47,7 @@ def test_clients_with_similar_updates_lie_together_while_the_model_changes() -> 
     for number, (client, way) in enumerate(ways.items()):
         embedding.send(number, models, {0: 1.0}, False)
         start = models[0].vector.copy()
-        # The others' progress meanwhile is none of this client's.
+        # Progress of the model by other clients' updates does not count as this client's.
         models[0].move(5 * RNG.normal(size=LENGTH).astype(np.float32))
         embedding.take(number, client, 0, start + np.float32(0.1) * way)
         embedding.close(number)
@@ -68,7 +68,7 @@ def test_clients_of_different_clusters_lie_apart_though_they_change_nothing() ->
         embedding.take(number, client, 0, np.asarray(served, np.float32))
     _, rows = embedding.relative_to_mean(models, placement.__getitem__)
     assert cosine(rows[0], rows[1]) < -0.9
-    # Half of both is the mean of all.
+    # A mixture of half of each direction equals the mean of all.
     assert np.linalg.norm(rows[2]) < 0.01 * np.linalg.norm(rows[0])
 
 
@@ -95,7 +95,7 @@ def test_a_new_client_is_taken_at_once_and_then_in_its_turn() -> None:
         clients, found = embedding.relative_to_mean(models, everybody_in(0).__getitem__)
         rows = dict(zip(clients, found, strict=True))
     assert taken == ["a0", "b0", "b3", "a4"]
-    # 0.3 of the latest, and 0.7 of what was before.
+    # 0.3 of the latest, and 0.7 of the previous mean.
     sketch = Sketch(LENGTH)
     assert rows["a"] == pytest.approx(0.7 * sketch(EAST) + 0.3 * sketch(WEST), abs=1e-3)
 

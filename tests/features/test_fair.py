@@ -1,4 +1,4 @@
-"""Fast clients wait for their share: short runs traced by hand, and the bound in any run."""
+"""Fast clients wait until others catch up: runs traced by hand, and a bound for any run."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def arrivals(seen: list[events.Event]) -> list[tuple[float, str]]:
     return [(one.time, one.client) for one in of(events.UpdateApplied, seen)]
 
 
-# By hand.
+# Worked out by hand.
 
 
 @pytest.mark.parametrize(
     ("levels", "expected"),
     [
         ([(3.0, 1.0)], 3.0),
-        # One of two is no minority, and may raise it; one of three is.
+        # One of two clients is no minority, and may raise the median; one of three is.
         ([(1.0, 1.0), (9.0, 1.0)], 9.0),
         ([(9.0, 1.0), (1.0, 1.0), (2.0, 1.0)], 2.0),
         ([(9.0, 1.0), (1.0, 1.0), (2.0, 1.0), (3.0, 1.0)], 3.0),
-        # By weight 2 of 5 are at 1, and 3 of 5, which is more than half, at 2 at most.
+        # By weight, 2 of 5 are at level 1, and 3 of 5, more than half, at level 2 or below.
         ([(9.0, 2.0), (1.0, 2.0), (2.0, 1.0)], 2.0),
     ],
 )
@@ -64,7 +64,7 @@ def test_the_upper_median(levels: list[tuple[float, float]], expected: float) ->
 
 def test_a_fast_client_is_two_updates_ahead_and_waits() -> None:
     seen = ran(fair(half()), devices(1.0, 3.0, 3.0), 10)
-    # All weights are 1/2, so that levels count updates. V is the middle one of three levels.
+    # All weights are 1/2, so that levels count updates. V is the upper median of three levels.
     # t    c0  c1  c2  V   c0 may work if its level is V + 1 at most
     # 1    1   0   0   0   yes
     # 2    2   0   0   0   no
@@ -83,7 +83,7 @@ def test_a_fast_client_is_two_updates_ahead_and_waits() -> None:
 
 
 def test_shares_by_examples() -> None:
-    # Clients have 10, 11, … examples: here as many as 10, 20 and 20.
+    # Clients report 10, 11, … examples: here 10, 20 and 20.
     fleet = Fleet({"a": 10, "b": 20, "c": 20}, "examples")
     for client in "abc":
         fleet.asks(client)
@@ -104,7 +104,7 @@ def test_a_fresh_update_costs_what_the_method_gives_for_it() -> None:
         fleet.asks(client)
         fleet.feature.state.accounts[client].weight = 0.1
     fleet.answers("a", 0.4)
-    # In units of the median weight, 0.1 of 0.4, 0.1, 0.1, 0.1 and 0.1.
+    # Level in units of the median weight: 0.4 with the weights 0.4, 0.1, 0.1, 0.1 and 0.1.
     assert fleet.level("a") == pytest.approx(4.0)
     fleet.asks("b")
     fleet.answers("b", 0.0)
@@ -165,7 +165,7 @@ def test_a_fast_client_is_bounded_by_a_slow_cluster() -> None:
     assert not fleet.feature.holds("d", fleet.seen)
 
 
-# No client is cut without need, or waits for ever.
+# Clients are not held without need, and never forever.
 
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0] * 6, [1.0, 3.0]], ids=str)
@@ -182,7 +182,7 @@ def test_one_client_and_equal_ones_work_as_without(seconds: list[float]) -> None
         ({"fair": "none", "protection": "trust"}, False),
         ({"protection": "trust"}, True),
         ({"fair": "examples"}, True),
-        # In rounds all have one update.
+        # In rounds all clients make one update anyway.
         ({"fair": "clients", "strategy": "fedavg"}, False),
     ],
 )
@@ -194,8 +194,8 @@ def test_clients_that_never_answer_are_not_waited_for_again() -> None:
     fleet = [Device(1.0), Device(2.0), *(Device(drop=1.0) for _ in range(3))]
     seen = ran(fair(half()), fleet, 40)
     times = [time for time, client in arrivals(seen) if client == "c0"]
-    # The slowest answer took 2 s: others are waited for until 40 s, 20 times as long, and the
-    # fleet is looked at every 5 s.
+    # The slowest answer took 2 s: others are waited for until 40 s, 20 times as long. The fleet is
+    # checked every 5 s.
     assert times[:3] == [1.0, 2.0, 46.0]
     assert len(arrivals(seen)) == 40
 
@@ -204,11 +204,11 @@ def test_held_clients_work_if_no_other_does() -> None:
     # The slow clients leave at 5 s, before their first update.
     leaving = [Device(10.0, online=((0.0, 5.0),)) for _ in range(3)]
     seen = ran(fair(half()), [Device(1.0), *leaving], 12)
-    # Held from 2 s on; the fleet is looked at every 5 s.
+    # The fast client is held from 2 s on, until the check of the fleet at 5 s.
     assert [time for time, _ in arrivals(seen)] == [1.0, 2.0, *map(float, range(6, 16))]
 
 
-# In any run.
+# Invariants of any run.
 
 
 MODEL_OF_ONE = np.zeros(1, np.float32)
@@ -216,7 +216,7 @@ MODEL_OF_ONE = np.zeros(1, np.float32)
 
 @dataclass
 class Seen:
-    """A run of clients in one cluster, as the feature sees it."""
+    """A run of clients in one cluster, with the interface that the feature uses."""
 
     examples_of: dict[str, int]
     clusters: Clusters = field(
@@ -244,7 +244,7 @@ class Seen:
 
 
 class Fleet:
-    """Clients that a test asks, and lets answer."""
+    """Clients that a test lets request work and answer."""
 
     def __init__(self, examples: dict[str, int], by: str = "clients") -> None:
         self.feature = Fair(Options(by), RunConfig())
@@ -291,9 +291,10 @@ def test_no_window_has_more_of_a_client_than_its_share(clients: int, order: Sequ
     for start, (before, first) in enumerate(history):
         for after, last in history[start:]:
             most = max(last[name] - first[name] for name in names)
-            # What the median client did, one update ahead, one saved up, and one at work.
+            # The updates of the median client, one ahead, one saved up, and one in flight.
             assert most <= after - before + 3
-    # At least half of all clients are at V or above, so that none has more than twice its share.
+    # At least half of all clients are at V or above, so that no client has more than twice its
+    # share.
     middle, counts = history[-1]
     assert 2 * sum(fleet.level(name) >= middle for name in names) >= clients
     assert max(counts.values()) <= middle + 2

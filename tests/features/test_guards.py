@@ -32,7 +32,7 @@ from raceme.features.protection.guards import (
 
 
 def home(client: str) -> int:
-    """Clients x… are in a cluster of their own."""
+    """Clients x… have their own cluster."""
     return 1 if client.startswith("x") else 0
 
 
@@ -47,7 +47,7 @@ def judge(
     online: int = 0,
     present: Collection[str] | None = None,
 ) -> Ruling:
-    """Judge an update of a fleet with one model for all clients, or of one `online` in clusters."""
+    """Judge an update, in a fleet with one model, or with clusters and `online` clients."""
     one_model = awaited > 0
     is_online = None if present is None else present.__contains__
     return guard.judge(
@@ -111,7 +111,7 @@ def test_lengths_are_those_of_the_own_cluster_where_it_has_enough() -> None:
     guard = NormProtection(NormOptions(protection_factor=2.0))
     heard(guard, FIVE)
     heard(guard, {f"x{index}": 0.5 for index in range(FEWEST)})
-    # x9 is held against 0.5; against all, the median would be 1.5.
+    # x9 is compared with 0.5; among all clients the median would be 1.5.
     assert judge(guard, "x9", along(0, 1.1), 10.0, home).bound == 1.0
     assert judge(guard, "c9", along(0, 5.9), 10.0, home).verdict is Verdict.ACCEPTED
 
@@ -121,7 +121,7 @@ def test_before_there_is_anything_to_compare_with_the_model_itself_is_the_bound(
     ruling = judge(guard, "a", along(0, 40.1), 10.0, home)
     assert (ruling.verdict, ruling.bound) == (Verdict.REFUSED, 40.0)
     assert judge(guard, "a", along(0, 39.9), 10.0, home).verdict is Verdict.ACCEPTED
-    # A model of zeros has no length that would say anything.
+    # A model of zeros has no length to compare with.
     assert judge(guard, "b", along(0, 9.9), 0.0, home).verdict is Verdict.ACCEPTED
 
 
@@ -143,7 +143,7 @@ def test_only_as_many_clients_are_remembered_as_the_window_has() -> None:
 def fleet_of(
     guard: Guard, rounds: int, online: int = 0, one_model: bool = False, **attackers: np.ndarray
 ) -> list[str]:
-    """Let six clients agree, and others send what is given; return who was excluded."""
+    """Let six clients agree, and others send the given updates; return the excluded clients."""
     rng = np.random.default_rng(0)
     awaited = 7 if one_model else 0
     for _ in range(rounds):
@@ -156,20 +156,20 @@ def fleet_of(
 
 
 def test_who_points_against_the_others_or_where_nobody_does_is_excluded() -> None:
-    # Of the first round too few are known to compare with; then a record takes three updates.
+    # In the first round too few clients are known for a comparison; then a record takes 3 updates.
     assert fleet_of(FilterProtection(), 3, flips=along(0, -1), odd=along(5)) == []
     assert fleet_of(FilterProtection(), 4, flips=along(0, -1), odd=along(5)) == ["flips", "odd"]
 
 
 def test_attackers_that_agree_with_each_other_are_not_excluded() -> None:
-    """What docs/protection.md names first among what is not defended: they look like a group."""
+    """The first undefended case in docs/protection.md: such attackers look like a group."""
     common = {"one": along(5), "two": along(5)}
     assert fleet_of(FilterProtection(), 10, **common) == []
     assert fleet_of(FilterProtection(), 10, one=along(5), two=along(6)) == ["one", "two"]
 
 
 def rounds_without_mates(guard: FilterProtection, rounds: int, awaited: int) -> None:
-    """Let nine clients agree, and one send what nobody else does, of a fleet of a size."""
+    """Let nine clients agree, and one send a unique update, in a fleet of this size."""
     for _ in range(rounds):
         for index in range(9):
             judge(guard, f"c{index}", along(0), 10.0, home, awaited)
@@ -177,12 +177,12 @@ def rounds_without_mates(guard: FilterProtection, rounds: int, awaited: int) -> 
 
 
 def test_nobody_is_excluded_while_those_who_are_alike_may_not_be_heard_yet() -> None:
-    """Of twelve clients ten are known: fewer than nine tenths."""
+    """Ten of twelve clients are known, fewer than nine tenths."""
     guard = FilterProtection()
     rounds_without_mates(guard, 6, awaited=12)
     assert not guard.state.excluded
     assert not guard.state.records
-    # The eleventh is heard, and is like the odd one: it was none.
+    # The eleventh client agrees with the odd one, which was no attacker.
     judge(guard, "late", along(5), 10.0, home, 12)
     rounds_without_mates(guard, 6, awaited=12)
     assert not guard.state.excluded
@@ -190,7 +190,7 @@ def test_nobody_is_excluded_while_those_who_are_alike_may_not_be_heard_yet() -> 
 
 
 def test_who_is_just_heard_counts_among_those_that_are_known() -> None:
-    """Nine of ten clients are nine tenths, the ninth with its first update."""
+    """Nine of ten clients are nine tenths; the ninth counts from its first update."""
     guard = FilterProtection()
     for index in range(8):
         judge(guard, f"c{index}", along(0), 10.0, home, 10)
@@ -207,7 +207,7 @@ def test_once_most_are_heard_who_agrees_with_nobody_is_excluded() -> None:
 
 
 def test_clients_that_stay_silent_are_not_waited_for_without_end() -> None:
-    """After ten updates for each of twenty clients: 200, twenty rounds of ten."""
+    """The wait ends after ten updates per client of twenty: 200, or twenty rounds of ten."""
     guard = FilterProtection()
     rounds_without_mates(guard, 20, awaited=20)
     assert not guard.state.records
@@ -255,7 +255,7 @@ def test_the_update_of_a_client_that_is_let_in_again_is_cut_like_any_other(
 
 def test_a_fleet_that_agrees_on_nothing_excludes_nobody() -> None:
     guard = FilterProtection()
-    # Two oppose each other, ten are like nobody: the median client agrees with none.
+    # Two clients oppose each other, and ten differ from all: the median client agrees with none.
     sent = [along(0, -1), *(along(index) for index in range(11))]
     for _ in range(5):
         for index, vector in enumerate(sent):
@@ -282,7 +282,7 @@ def test_a_record_weighs_updates_by_their_length_and_forgets() -> None:
 
 
 def test_a_scaled_update_weighs_no_more_than_what_is_left_of_it() -> None:
-    """A length of 1000 is scaled to 1: it does not outweigh the update before."""
+    """A length of 1000 is scaled to 1, and does not outweigh the previous update."""
     guard = FilterProtection()
     for index in range(FEWEST):
         judge(guard, f"c{index}", along(0), 10.0, home)
@@ -298,16 +298,16 @@ def test_an_update_that_moves_nothing_is_accepted() -> None:
         ruling = judge(guard, f"c{index}", along(0, 0.0), 10.0, home)
         assert ruling.verdict is Verdict.ACCEPTED
         assert math.isnan(ruling.measured)
-    # It has no direction that others could be compared with.
+    # An update of zeros has no direction to compare with.
     assert not guard.state.directions
     assert not guard.state.records
 
 
-# Trust: for attackers that know the filter.
+# Trust: against attackers that know the filter.
 
 
 def near(axis: int, other: int, share: float, length: float = 1.0) -> np.ndarray:
-    """Return a vector along one axis, with a share along another."""
+    """Return a vector along one axis, with a part along another."""
     vector = along(axis) * np.float32(1 - share**2) ** 0.5 + along(other, share)
     return np.asarray(vector * np.float32(length))
 
@@ -316,11 +316,11 @@ def test_trust_cuts_an_update_to_the_bound_of_its_cluster() -> None:
     guard = TrustProtection(TrustOptions(protection_length=2.0))
     for client, length in {**FIVE, "x0": 0.1, "x1": 0.2, "x2": 0.3}.items():
         guard.state.lengths[client] = length
-    # The median of three in a small cluster is 0.2, whatever is usual elsewhere.
+    # The median of three lengths in a small cluster is 0.2, whatever other clusters' lengths are.
     ruling = judge(guard, "x3", along(1, 0.5), 10.0, home)
     assert (ruling.verdict, ruling.bound) == (Verdict.SCALED, pytest.approx(0.4))
     assert ruling.scale == pytest.approx(0.8)
-    # Of two the shortest counts, and without any the model.
+    # With two lengths the shorter one counts; with none the model's.
     guard.state.lengths = {"a": 3.0, "b": 1.0}
     assert judge(guard, "c", along(1, 9.0), 10.0, home).bound == pytest.approx(2.0)
     guard.state.lengths = {}
@@ -333,11 +333,11 @@ def test_those_that_oppose_their_likes_are_contradicted_in_any_order() -> None:
     honest = [near(0, axis, 0.3) for axis in range(1, 6)]
     against = -along(0)
     assert contradiction(np.stack([against, *honest]))[0] == pytest.approx(-5 * 0.91, rel=1e-3)
-    # The attacker alone contradicts each of them; together they are borne out.
+    # The attacker alone contradicts each of them, but together they support each other.
     for one in honest:
         rest = [other for other in honest if other is not one]
         assert contradiction(np.stack([one, against, *rest]))[0] == 0.0
-    # Two attackers bear each other out, and are too few.
+    # Two attackers support each other, but are too few.
     assert contradiction(np.stack([against, against, *honest]))[0] < -0.5
 
 
@@ -347,7 +347,7 @@ def test_groups_with_nothing_in_common_contradict_nobody() -> None:
 
 
 def test_what_is_slightly_against_everybody_is_contradicted_too() -> None:
-    """Each cosine is −0.29, too small for a vote; with the mean of the twelve it is −1."""
+    """Each cosine is −0.29, too small for a vote; the cosine with the mean of the twelve is −1."""
     honest = [along(axis) for axis in range(12)]
     against = -np.sum(honest, axis=0) / np.float32(12**0.5)
     assert -0.3 < float(against @ honest[0]) < -0.28
@@ -360,7 +360,7 @@ def test_clients_that_send_alike_have_one_vote() -> None:
     honest = [along(axis) for axis in range(12)]
     back = -np.sum(honest, axis=0) / np.float32(12**0.5)
     four = [np.float32(0.98) * back + along(12 + one, 0.2) for one in range(4)]
-    # As four votes each other's support, 3 · 0.96, would make up for that of the twelve.
+    # With a vote each, their mutual support of 3 · 0.96 would outweigh the twelve.
     for one in four:
         rest = [other for other in four if other is not one]
         assert contradiction(np.stack([one, *rest, *honest]))[0] < 0.0
@@ -370,19 +370,19 @@ def test_clients_that_send_alike_have_one_vote() -> None:
 
 
 def test_the_centre_is_of_clients_that_send_something_else() -> None:
-    """Three colluders along −0.6, 0.8 against four along 1, 0: their cosine is −0.6."""
+    """Three colluders along (−0.6, 0.8) against four clients along (1, 0): their cosine is −0.6."""
     against, honest = along(1, 0.8) - along(0, 0.6), along(0)
     back, cosine = opposed(against, np.stack([against, against, *[honest] * 4]))
-    # Twins count by 1 − 1 = 0, so that the centre is 1, 0.
+    # Updates equal to the judged one have the weight 1 − 1 = 0: the centre is (1, 0).
     assert cosine == pytest.approx(-0.6)
     np.testing.assert_allclose(back[:3], [-0.6, 0.0, 0.0], atol=1e-6)
-    # An honest client sees the three alone: −0.6, 0.8, which it opposes by as much.
+    # For an honest client the centre is the three alone, (−0.6, 0.8), with the cosine −0.6.
     assert opposed(honest, np.stack([*[against] * 3, *[honest] * 3]))[1] == pytest.approx(-0.6)
     assert opposed(honest, honest[np.newaxis])[1] == 0.0
 
 
 def test_what_points_back_is_taken_off_an_update_with_one_model() -> None:
-    """Of −0.28, 0.96 at length 2 the part 0, 1.92 is left; with clusters nothing changes."""
+    """(−0.28, 0.96) at length 2 is reduced to (0, 1.92); with clusters nothing changes."""
     for awaited in (9, 0):
         guard = TrustProtection()
         for client in range(8):
@@ -400,7 +400,7 @@ def test_what_points_back_is_taken_off_an_update_with_one_model() -> None:
 
 
 def test_those_that_are_contradicted_have_no_say_in_the_centre() -> None:
-    """Counted by 1 − c, three against nine would outweigh the honest, whose cosines are 0.91."""
+    """Weighted by 1 − c, three would outweigh nine honest clients, whose cosines are 0.91."""
     guard = TrustProtection()
     for client in range(12):
         sent = near(0, client + 2, 0.3) if client < 9 else -along(0)
@@ -411,7 +411,7 @@ def test_those_that_are_contradicted_have_no_say_in_the_centre() -> None:
 
 
 def trusted(first: int) -> list[Verdict]:
-    """Return what becomes of an attacker's updates in one model, from its own number on."""
+    """Return the verdicts on an attacker's updates in one model, from its update `first` on."""
     guard, verdicts = TrustProtection(), []
     for turn in range(6):
         for client in range(8):
@@ -434,7 +434,7 @@ def test_a_long_record_does_not_cover_a_contradicted_update() -> None:
 
 
 def pulsing(turns: int, attacks: Callable[[int], bool]) -> list[Verdict]:
-    """Return what becomes of the updates of one of eight clients of one model, turn by turn."""
+    """Return the verdicts on the updates of one of eight clients of one model, turn by turn."""
     guard, found = TrustProtection(TrustOptions(protection_share=0.1)), list[Verdict]()
     for turn in range(turns):
         for client in range(8):
@@ -456,7 +456,7 @@ def test_a_client_that_is_often_contradicted_is_kept_out_altogether() -> None:
     one_in_three = pulsing(16, lambda turn: turn % 3 == 2)
     assert one_in_three[:8] == [accepted] * 2 + ([out] * 2 + [accepted]) * 2
     assert one_in_three[8:] == [out] * 8
-    # One of eight is what it costs.
+    # An attack in one of eight updates is refused itself, and has no further consequences.
     costs = pulsing(24, lambda turn: turn % 8 == 7)
     assert costs == ([accepted] * 7 + [out]) * 3
 
@@ -469,7 +469,7 @@ def test_a_former_opponent_is_let_in_again_once_and_is_told() -> None:
 
 
 def test_with_clusters_contradicted_updates_are_shortened() -> None:
-    """Of twelve in a cluster four push back; no record says so yet."""
+    """Of twelve clients in a cluster four push back, and no record says so yet."""
     guard = TrustProtection(TrustOptions(protection_share=0.3))
     sent = {f"c{client}": near(0, client + 4, 0.4) for client in range(4, 12)}
     for client in range(4):
@@ -483,7 +483,7 @@ def test_with_clusters_contradicted_updates_are_shortened() -> None:
 
 
 def test_clients_that_are_gone_have_no_vote() -> None:
-    """Nine identities sent the contrary, each once; six honest clients are online."""
+    """Nine clients sent the opposite, once each, and left; six honest clients are online."""
     guard, honest = TrustProtection(), [f"c{client}" for client in range(6)]
     for client in range(6):
         judge(guard, f"c{client}", near(0, client + 1, 0.3), 10.0, same, 7)
@@ -491,7 +491,7 @@ def test_clients_that_are_gone_have_no_vote() -> None:
         guard.state.lengths[f"s{gone}"] = 9.0
         guard.state.directions[f"s{gone}"] = near(0, gone + 6, 0.9) * np.float32(-1)
     ruling = judge(guard, "c0", near(0, 1, 0.3, 4.0), 10.0, same, 7, present={"c0", *honest})
-    # Nor are lengths theirs.
+    # Their lengths do not count either.
     assert (ruling.verdict, ruling.bound) == (Verdict.SCALED, pytest.approx(2.0))
     guard.state.lengths["c0"] = 1.0
     assert judge(guard, "c0", near(0, 1, 0.3), 10.0, same, 7).verdict.is_withheld
@@ -506,12 +506,13 @@ def test_new_identities_share_one_record() -> None:
     def first(client: str, sent: Vector) -> Ruling:
         return judge(guard, client, sent, 10.0, lambda _: 0, awaited=8)
 
-    # Each of these is the first of its client, and agrees with no other: each alone would pass.
+    # Each is the first update of a new client, and agrees with no other: one alone would be
+    # accepted.
     verdicts = [first(f"s{axis}", along(axis)).verdict for axis in range(5, 16)]
     refused = verdicts.index(Verdict.REFUSED)
     assert 0 < refused < 8
     assert set(verdicts[refused:]) == {Verdict.REFUSED}
-    # No client is excluded for what others sent, and honest ones restore the record.
+    # No client is excluded for others' updates, and honest updates restore the record.
     honest = [first("new", near(0, 1, 0.3)) for _ in range(3)]
     assert [ruling.verdict for ruling in honest] == [
         *(Verdict.REFUSED, Verdict.ACCEPTED, Verdict.ACCEPTED)
@@ -521,7 +522,7 @@ def test_new_identities_share_one_record() -> None:
 
 
 def test_equal_updates_bear_nobody_out() -> None:
-    """Four of twelve push in one direction; the filter takes them for a group."""
+    """Four of twelve push in one direction, which the filter takes for a group."""
 
     def excluded(guard: Guard, noise: float) -> set[str]:
         for _ in range(8):
@@ -534,12 +535,12 @@ def test_equal_updates_bear_nobody_out() -> None:
     colluding = {"c0", "c1", "c2", "c3"}
     assert excluded(TrustProtection(), 0.0) == colluding
     assert not excluded(FilterProtection(), 0.0)
-    # What docs/protection.md says of it: a little noise is enough.
+    # As docs/protection.md says, a little noise defeats this.
     assert not excluded(TrustProtection(), 0.2)
 
 
 def test_with_clusters_trust_shortens_the_updates_of_an_excluded_client() -> None:
-    """It may be an honest one in a cluster that is not its own."""
+    """It may be an honest client in the wrong cluster."""
     guard, flips = TrustProtection(TrustOptions(protection_share=0.3)), along(15)
     assert fleet_of(guard, 6, flips=flips) == ["flips"]
     typical = statistics.median(guard.state.lengths[f"c{index}"] for index in range(6))
@@ -547,23 +548,23 @@ def test_with_clusters_trust_shortens_the_updates_of_an_excluded_client() -> Non
     assert ruling.verdict is Verdict.SCALED
     assert ruling.measured == guard.state.records["flips"].score < ruling.bound
     assert 5 * ruling.scale == pytest.approx(0.3 * typical)
-    # What is as short already passes as it is, and the client is let in again as any other.
+    # An update that is short enough is not scaled, and the client can be readmitted.
     assert judge(guard, "flips", flips * 0.1, 10.0, home).scale == 1.0
     verdicts = [judge(guard, "flips", along(0), 10.0, home).verdict for _ in range(12)]
     assert Verdict.READMITTED in verdicts
-    # With a single model every one is refused.
+    # With a single model all its updates are refused.
     alone = TrustProtection()
     assert fleet_of(alone, 6, one_model=True, flips=flips) == ["flips"]
     assert judge(alone, "flips", flips, 10.0, home, awaited=7).verdict is Verdict.REFUSED
 
 
 def test_with_clusters_trust_waits_for_those_that_an_honest_client_would_agree_with() -> None:
-    """Seven of eight clients online are fewer than nine tenths."""
+    """Seven of eight online clients are fewer than nine tenths."""
     flips = along(0, -1)
     guard = TrustProtection()
     fleet_of(guard, 6, online=8, flips=flips)
     assert not guard.state.records
-    # The eighth is of the same mind: no other has been taken for an attacker meanwhile.
+    # The eighth client agrees, so that the others have not been taken for attackers.
     judge(guard, "slow", flips + along(3, 0.2), 10.0, home, online=8)
     fleet_of(guard, 6, online=8, flips=flips)
     assert guard.state.records["flips"].score > 0.0
@@ -589,11 +590,11 @@ def test_with_proxy_sets_an_update_must_gain_nearly_as_much_as_those_of_others()
         sent = along(0, length)
         return judge(guard, client, sent, 10.0, home, awaited=9, gain=lambda: gain).verdict
 
-    # While few are known, directions decide.
+    # While few clients are known, directions decide.
     for client in range(FEWEST):
         assert judged(f"c{client}", 0.5 if client else -0.5) is Verdict.ACCEPTED
     assert judged("c0", 0.5) is Verdict.ACCEPTED
-    # The median client gains 0.5, of which 0.4 are 0.2.
+    # The median client gains 0.5, of which the required share 0.4 is 0.2.
     assert judged("x", 0.19) is Verdict.REFUSED
     assert judged("y", 0.21) is Verdict.ACCEPTED
     assert judged("z", 0.5, length=9.0) is Verdict.SCALED
@@ -613,7 +614,7 @@ def test_with_clusters_the_proxy_sets_are_not_asked() -> None:
 
 
 def test_the_gain_is_the_largest_share_of_a_sets_loss_that_goes() -> None:
-    """Losses are the distances from 1 and from 4; the sets have two equal samples."""
+    """Losses are the distances from 1 and from 4; each set has two equal samples."""
 
     def losses(models: Sequence[Vector], proxy: int) -> np.ndarray:
         return np.array([[abs(model[0] - (1.0, 4.0)[proxy])] * 2 for model in models], np.float32)

@@ -76,8 +76,8 @@ def test_a_training_that_diverges_leaves_the_own_model_as_it_was() -> None:
     assert np.array_equal(own_of(node), before)
 
 
-# One feature x, 1 of class 1 and -1 of class 0: a line of a slope above 0 is right everywhere, with
-# the loss log(1 + exp(-slope)).
+# One feature x, 1 for class 1 and -1 for class 0: a line with a positive slope classifies all
+# samples correctly, with the loss log(1 + exp(-slope)).
 def line(slope: float) -> ArrayRecord:
     values = {"weight": [[0.0], [slope]], "bias": [0.0, 0.0]}
     arrays = {f"output.{name}": to_array(np.array(v, np.float32)) for name, v in values.items()}
@@ -102,14 +102,14 @@ def test_a_client_uses_the_posterior_mean_of_mixtures(
     node = node_with(tmp_path / "d.npz", *classes(8))
     node.state["own-line"] = line(own)
     tested = app(message("evaluate", MIXED, line(received)), node).content["metrics"]
-    # Two samples are kept, each of which has the loss log(1 + exp(-slope)).
+    # Two samples are held out, each with the loss log(1 + exp(-slope)).
     slopes = received + np.linspace(0.0, 1.0, 5) * (own - received)
     likelihood = (1.0 + np.exp(-slopes)) ** -2.0
     slope = slopes @ likelihood / likelihood.sum()
     assert tested["loss"] == pytest.approx(np.log1p(np.exp(-slope)), rel=1e-5)
     alone = app(message("evaluate", {}, line(received)), node).content["metrics"]
     assert alone["loss"] == pytest.approx(np.log1p(np.exp(-received)), rel=1e-5)
-    # From there its own model continues: trained at a rate at which nothing changes.
+    # The own model continues from the mixture: the learning rate is too small to change it.
     app(message("train", {"task": 1, "lr": 1e-9, **OWN}, line(received)), node)
     kept = from_array(node.state["own-line"]["output.weight"])  # type: ignore[index]
     assert kept[1, 0] == pytest.approx(slope, rel=1e-5)
@@ -124,12 +124,12 @@ def test_a_client_on_trial_trains_from_itself_and_scores_both_models(tmp_path: P
     node = node_with(tmp_path / "d.npz", *classes(8))
     tried = {**OWN, "own-rule": "tried", "validation-share": 0.25, "lr": 1e-9}
     first = app(message("train", {"task": 1, **tried}, line(-4.0)), node).content["metrics"]
-    # Its first own model is the received one: nothing to compare.
+    # The first own model is the received one, so that there is nothing to compare.
     assert "own-score" not in first
     node.state["own-line"] = line(4.0)
     reply = app(message("train", {"task": 2, **tried}, line(-4.0)), node).content
     assert slope_of(node.state["own-line"]) == pytest.approx(4.0)  # type: ignore[arg-type]
-    # A positive slope is right of all samples, a negative one of none.
+    # A positive slope classifies all samples correctly, a negative one none.
     assert (reply["metrics"]["own-score"], reply["metrics"]["common-score"]) == (1.0, 0.0)
     assert reply["metrics"]["num-examples"] == 6
 
@@ -153,7 +153,7 @@ def test_a_client_alone_trains_on_all_samples_and_takes_nothing_of_others(tmp_pa
         moves = slope_of(node.state["own-line"]) - before  # type: ignore[arg-type]
         if rule == "tried":
             fewer = moves
-    # Eight steps instead of four, on samples that are all fitted alike; and nothing is compared.
+    # Eight steps instead of four, on samples that are all fitted alike; no comparison is made.
     assert moves == pytest.approx(2 * fewer, rel=0.05)
     assert "own-score" not in reply
     tested = app(message("evaluate", MIXED, line(-400.0)), node).content["metrics"]
@@ -182,7 +182,7 @@ def test_of_a_quantity_the_noise_is_unknown(tmp_path: Path, unit: float) -> None
 
     node.state["own-line"] = slope(0.8)
     tested = app(message("evaluate", MIXED, slope(0.0)), node).content["metrics"]
-    # The true slope is 1: of two samples kept, each mixture has the likelihood 1 / error^2.
+    # The true slope is 1: by two held-out samples, each mixture has the likelihood 1 / error^2.
     errors = np.array([1.0, 0.8, 0.6, 0.4, 0.2])
     used = (1 - errors) @ errors**-2 / (errors**-2).sum()
     assert tested["loss"] == pytest.approx(unit**2 * (1 - used) ** 2 / 2, rel=1e-4)
@@ -190,7 +190,7 @@ def test_of_a_quantity_the_noise_is_unknown(tmp_path: Path, unit: float) -> None
 
 def test_a_useless_own_model_is_not_mixed_in() -> None:
     node = context(0)
-    # Not all weights alike: all classes would be equally likely, which is no bad guess.
+    # Random weights: with equal ones all classes would be equally likely, which is a decent guess.
     useless = 1e12 * np.random.default_rng(0).standard_normal(SPEC.size)
     node.state["own-line"] = SPEC.pack(useless.astype(np.float32))
     mixed = app(message("evaluate", MIXED), node).content["metrics"]
@@ -215,7 +215,7 @@ def test_of_one_value_or_of_zeros_nothing_is_known() -> None:
 
 
 class Seen:
-    """What the feature sees of a run: clients of one cluster, with models of several weights."""
+    """The interface that the feature uses: clients of a cluster, and their models."""
 
     def __init__(self, clients: int, outputs: int) -> None:
         self.clusters = Clusters({0: Model(np.zeros(1, np.float32))})
@@ -229,7 +229,7 @@ class Seen:
 
 
 class Fleet:
-    """Clients that are asked, and report scores."""
+    """Clients that are sent requests, and report scores."""
 
     def __init__(self, clients: int, outputs: int = 10) -> None:
         self.feature, self.seen = OwnModel(config=RunConfig()), Seen(clients, outputs)
@@ -243,7 +243,7 @@ class Fleet:
         return self.asked("c0")["own-rule"]
 
     def round(self, *better: float) -> None:
-        """Let all clients do a task, which report differences of scores in turn, or none: NaN."""
+        """Let all clients train once, and report these differences in turn (NaN: none)."""
         for name, by in zip(self.seen.names, cycle(better), strict=False):
             self.asked(name)
             task = InFlight(1, name, self.seen.clusters.main(name), 0, 0, 0.0, 0)
@@ -268,7 +268,7 @@ def test_a_trial_goes_on_while_the_received_model_catches_up() -> None:
     for task in range(19):
         fleet.round(ahead[task], ahead[task] + 0.01)
     assert fleet.rule() == "tried"
-    # From 0.04 ahead to 0.04 behind; of the newest, less is ahead than behind.
+    # Differences go from 0.04 ahead to 0.04 behind; of the newest ones most are behind.
     for task in range(19, 25):
         fleet.round(ahead[task], ahead[task] + 0.01)
     assert fleet.rule() == "mixed"
@@ -297,7 +297,8 @@ def test_the_newest_comparisons_count_most() -> None:
     fleet = Fleet(6)
     for _ in range(6):
         fleet.round(0.2, 0.1)
-    # The common model started slowly: means of 0.2 and 0.1 are -0.05 and -0.1 after one task.
+    # The common model is late by one task: means of 0.2 and 0.1 become -0.05 and -0.1 after the
+    # next.
     fleet.round(-0.3, -0.3)
     assert fleet.rule() == "mixed"
 
@@ -346,7 +347,7 @@ def test_own_models_of_no_use_are_trained_every_fourth_task() -> None:
     assert {fleet.rule() for _ in range(4)} == {"mixed"}
     fleet.round(0.0)
     assert [fleet.rule() for _ in range(8)] == 2 * ["skipped", "skipped", "skipped", "mixed"]
-    # Mixtures that are better again are trained from with each task.
+    # When mixtures are better again, each task trains from them.
     for _ in range(4):
         fleet.round(0.3, 0.2)
     assert {fleet.rule() for _ in range(4)} == {"mixed"}
@@ -384,19 +385,18 @@ def test_what_an_own_model_costs_is_charged() -> None:
         return cost.scale
 
     epochs, mixed = {**OWN, "local-epochs": 2}, {"own-rule": "mixed"}
-    # Three quarters of the samples again, and forward passes of a quarter through five mixtures,
-    # the used one and the received model, beside two passes over all samples of three forward
-    # passes each.
+    # Three quarters of the samples again, and forward passes of a quarter through seven models,
+    # beside two passes over all samples of three forward passes each.
     own = 0.75 + 0.25 * 7 / 6
     assert scale() == 1.0
     assert scale(**epochs, **mixed) == pytest.approx(1.0 + own)
     assert scale(**epochs, **mixed, **{"compute-scale": 0.25}) == pytest.approx(0.25 + own)
     assert scale(**epochs, **mixed, **{"compute-scale": 0.25, "kind": "losses"}) == 0.25
-    # On trial, both models train on three quarters.
+    # On trial, both models train on three quarters of the samples.
     assert scale(**epochs, **{"own-rule": "tried"}) == pytest.approx(2 * 0.75 + 0.25 * 7 / 6)
     assert scale(**epochs, **{"own-rule": "alone"}) == 2.0
     assert scale(**epochs, **{"own-rule": "skipped"}) == 1.0
-    # A number of mini-batches is the same of fewer samples; of 20 samples 8 pass thrice.
+    # A number of mini-batches costs the same with fewer samples: 8 of 20 pass thrice, or 1.2.
     steps = {**OWN, "local-steps": 2, "batch-size": 4}
     assert scale(**steps, **mixed) == pytest.approx(2 + 0.25 * 7 / 1.2)
 
@@ -411,7 +411,7 @@ def test_panicle_has_it_by_default(tmp_path: Path) -> None:
     assert default == ended("on", own_model=True)
     off = ended("off", own_model=False)
     assert off < default
-    # Nothing to validate with.
+    # Without validation samples there is no own model.
     assert off == ended("none", validation_share=0.0)
 
 

@@ -37,7 +37,7 @@ def test_snapshots_come_back_and_lie_as_before(tmp_path: Path) -> None:
     (first,) = reader.read()
     assert (first.time, first.clients) == (1.0, tuple(NAMES[:3]))
     assert first.points / SCALE == pytest.approx(SQUARE[:3])
-    # Turned by a right angle, as principal components may be.
+    # Rotated by a right angle, as principal components may be.
     file.write(2.0, NAMES, (SQUARE - SQUARE.mean(axis=0)) @ QUARTER)
     file.write(3.0, ["d", "a"], SQUARE[[3, 0]])
     second, third = reader.read()
@@ -91,7 +91,7 @@ def test_a_resumed_run_drops_what_came_later_and_goes_on_from_there(tmp_path: Pa
     assert [one.time for one in found] == [1.0, 2.0, 4.0]
     assert found[-1].points[:4] / SCALE == pytest.approx(SQUARE, abs=1e-3)
     assert found[-1].clients == (*NAMES, "e")
-    # Who has read what was dropped is told what is new.
+    # A reader whose snapshots were dropped gets the new ones only.
     assert [one.clients for one in reader.read()] == [(*NAMES, "e")]
 
 
@@ -100,10 +100,10 @@ def test_snapshots_of_a_long_run_are_further_and_further_apart(tmp_path: Path) -
     for updates in range(10, 800, 10):
         if file.wants(updates):
             file.write(float(updates), NAMES, SQUARE, updates)
-    # Four at once; then 121 updates apart or more; twice as far after seven snapshots of four.
+    # Four at once; then gaps of 121 updates or more, doubled after seven snapshots of four clients.
     expected = [*range(10, 41, 10), 170, 300, 430, 680]
     assert [one.time for one in PositionsReader(tmp_path).read()] == expected
-    # Who resumes goes on as if nothing had been.
+    # A resumed run continues with the same gaps.
     resumed = PositionsFile(tmp_path, after=600.0, most=28)
     assert [resumed.wants(updates) for updates in (670, 680)] == [False, True]
 
@@ -154,10 +154,10 @@ def test_two_groups_lie_apart_and_their_members_together() -> None:
 
 @pytest.mark.parametrize("width", [8, 80])
 def test_distances_are_those_of_directions_up_to_scale(width: int) -> None:
-    # Four directions: no dimension is lost.
+    # The rows span four dimensions, so that none is lost.
     rows = np.random.default_rng(1).normal(size=(30, 4)) @ np.eye(4, width)
     units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    # Lengths say nothing: a client may have trained longer, or be an attacker.
+    # Lengths are ignored: a client may have trained longer, or be an attacker.
     found = positions_of_rows(rows * np.geomspace(1, 1e6, 30)[:, None])
     upper = np.triu_indices(30, 1)
     ratio = distances(found)[upper] / distances(units)[upper]
@@ -188,7 +188,7 @@ def test_a_turned_and_mirrored_map_is_turned_back(angle: float, mirrored: bool, 
 
 
 def test_four_groups_that_are_all_as_different_lie_apart_in_the_plane() -> None:
-    """The corners of a tetrahedron: two principal components put two of them together."""
+    """Corners of a tetrahedron: two principal components would put two of them together."""
     corners = np.eye(4)[np.arange(24) % 4]
     noise = np.random.default_rng(0).normal(scale=0.02, size=corners.shape)
     points = positions_of_rows(corners + noise)
@@ -200,7 +200,7 @@ def test_four_groups_that_are_all_as_different_lie_apart_in_the_plane() -> None:
     assert gaps.min() > 0.6
     spread = max(float(np.linalg.norm(flat[g::4] - centres[g], axis=1).max()) for g in range(4))
     assert spread < gaps.min() / 4
-    # The next map begins there: it stays, though its dimensions have changed places.
+    # The next map starts from these positions, and keeps them although the dimensions are permuted.
     held = dict(zip(names, flat.tolist(), strict=True))
     again = flattened(points[:, [2, 0, 1, 3]], names, held)
     assert again == pytest.approx(flat, abs=0.05)

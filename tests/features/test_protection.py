@@ -80,7 +80,7 @@ STRAY = np.tile(np.array([1.0, -1.0], np.float32), 4)
 
 
 def strays(model: np.ndarray) -> np.ndarray:
-    """Go where nobody else goes."""
+    """Move in a direction that no other client takes."""
     return model + STRAY
 
 
@@ -89,7 +89,7 @@ def scales(model: np.ndarray) -> np.ndarray:
 
 
 def poisoned_fleet(poison: Poison | None = strays, step: float = 0.1) -> VirtualGrid:
-    """Twelve clients in three groups, of which one sends poison, if any."""
+    """Twelve clients in three groups, of which one sends the given poison."""
     rng = np.random.default_rng(0)
     targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
 
@@ -141,12 +141,12 @@ def test_a_resumed_protected_run_is_bit_for_bit_the_uninterrupted_one(method: An
 
 
 def held(strategy: Method) -> bool:
-    """Whether a policy still holds updates, and so the models that they started from."""
+    """Whether a scheduler still holds updates, and so the models that they started from."""
     return bool(getattr(strategy.scheduling, "state", None))
 
 
 def test_what_is_scaled_keeps_its_counters() -> None:
-    """Nothing else in a model is a whole number, and no part of one is."""
+    """Counters of a model are whole numbers, which scaling must not split."""
     app = ClientApp()
 
     @app.train()
@@ -174,13 +174,13 @@ def test_what_is_scaled_keeps_its_counters() -> None:
 
     grid = grid_of(app, [Device(1.0)] * 8)
     strategy.run(grid, start, 40, TIMEOUT, observe=observe)
-    # Each second all eight send what they received, and one more.
+    # Each second all eight clients return the counter that they received, plus one.
     assert counted == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert guard.state.lengths["node-105"] > 100
 
 
 class Wavering(Guard):
-    """Excludes one client with its first update, and lets it in again with its second."""
+    """Excludes a client at its first update, and readmits it at its second."""
 
     def judge(self, update: Judged) -> Ruling:
         client = update.client
@@ -209,7 +209,7 @@ def test_a_client_that_is_let_in_again_is_back_for_the_method(method: Any) -> No
 def test_one_model_can_wait_for_slow_clients_and_clusters_cannot(
     method: Any, excludes: bool
 ) -> None:
-    """Nine clients agree, one is the fast one of a group of its own, of which two are slow."""
+    """Nine clients agree; three others form a group, of which one is fast and two are slow."""
     axes = 3.0 * np.eye(2, 8)
     targets = [3.0 + (axes[0] if index < 3 else axes[1]) for index in range(12)]
     fleet = [Device(8.0 if index in (1, 2) else 1.0) for index in range(12)]
@@ -221,7 +221,7 @@ def test_one_model_can_wait_for_slow_clients_and_clusters_cannot(
 
 
 class Listener(Guard):
-    """Keeps what it is told of the fleet."""
+    """Records the changes of the fleet that it is told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_an_honest_fleet_is_bit_for_bit_the_same_with_a_bound_on_lengths(method:
 
 
 class Notes(NormProtection):
-    """Lets everything pass; keeps what each client is said to have changed."""
+    """Accepts all updates, and records the Δ that it is given for each client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Notes(NormProtection):
 
 
 def growing_fleet() -> VirtualGrid:
-    """The twelve honest clients, of which every third comes when the others have long begun."""
+    """The twelve honest clients, of which every third joins late."""
     rng = np.random.default_rng(0)
     targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
     late = Device(jitter=0.3, online=((8.0, math.inf),))
@@ -282,7 +282,7 @@ FEW_FIRST = {
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_update_is_judged_from_the_model_that_was_sent(name: str) -> None:
-    """It may send its cluster's model, the initial one, one of several, or a mixture."""
+    """A method may send its cluster's model, the initial one, one of several, or a mixture."""
     strategy = STRATEGIES[name](seed=1, **FEW_FIRST.get(name, {}))
     guard, grid = Notes(), growing_fleet()
     sent: dict[str, RecordDict] = {}
@@ -303,7 +303,7 @@ def test_every_update_is_judged_from_the_model_that_was_sent(name: str) -> None:
         elif task.kind == "train-best":
             base = several_of(content)[list(task.candidates).index(task.cluster)]
         elif task.kind == "train-mixed":
-            # The sum of stated shares is 1 up to rounding.
+            # Reported shares sum to 1 up to rounding.
             shares = np.asarray(update.numbers["shares"], np.float64)
             base = np.tensordot(shares / shares.sum(), several_of(content), axes=1)
         else:
@@ -319,7 +319,7 @@ def test_every_update_is_judged_from_the_model_that_was_sent(name: str) -> None:
     for (client, told), (same, true) in zip(guard.deltas, changed, strict=True):
         assert client == same
         assert np.allclose(told, true, rtol=1e-6, atol=1e-6)
-    # Nothing is kept of a task that is over.
+    # No base is kept after its task has ended.
     assert not strategy.bases.vectors or strategy.progress.in_flight or held(strategy)
 
 
@@ -338,7 +338,7 @@ def test_a_long_update_reaches_the_method_at_the_median_length() -> None:
     assert {event.verdict for event in judged} <= {Verdict.SCALED, Verdict.REFUSED}
     scaled = [event for event in judged if event.verdict is Verdict.SCALED]
     assert scaled
-    # What is scaled is applied, and the model stays where honest clients pull it.
+    # A scaled update is applied, and the model stays near the honest clients' targets.
     applied = [event for event in of(events.UpdateApplied, seen) if event.client == ATTACKER]
     assert len(applied) >= len(scaled)
     assert np.linalg.norm(strategy.models[0].vector) < 10 * np.linalg.norm(CENTRES, axis=1).max()
@@ -388,7 +388,7 @@ def test_an_excluded_client_is_refused_reported_and_gone_for_the_method(method: 
 
 
 def retreats(model: np.ndarray) -> np.ndarray:
-    """Go to the other side of the middle of all groups."""
+    """Reflect the model at the centre of all groups."""
     return np.asarray(2 * np.mean(CENTRES, axis=0) - model, np.float32)
 
 

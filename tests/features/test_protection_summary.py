@@ -78,7 +78,7 @@ def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> No
     }
     summary(replace(last, per_client={**last.per_client, "c": (0, 0.7, 1.0)}))
     assert summary.result()["worst_honest_accuracy"] == 0.7
-    # JSON has no infinity, the error of a model that diverged.
+    # A diverged model has an infinite error, which JSON cannot express.
     summary(Evaluated(9.0, 9, 0.5, 1.0, 1, {"b": (0, float("inf"), 1.0)}))
     assert summary.result()["honest_accuracy"] is None
     unattacked = VerdictSummary()
@@ -87,7 +87,7 @@ def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> No
 
 
 def test_the_time_to_a_target_is_that_of_the_honest_clients() -> None:
-    """The attackers are served the models of where they were: theirs are of no account."""
+    """Attackers' accuracies do not count: they are tested with the models of their clusters."""
     summary = VerdictSummary(["a"])
     for time, attacker, honest, asked in (
         *((1.0, 0.99, 0.5, 2), (2.0, 0.1, 0.96, 4)),
@@ -96,7 +96,7 @@ def test_the_time_to_a_target_is_that_of_the_honest_clients() -> None:
         scores = {"a": (0, attacker, 1.0), "b": (0, honest, 1.0)}
         summary(Evaluated(time, int(time), 0.5, 1.0, 1, scores, asked))
     found = summary.result(0.95)
-    # At 2 s half of the clients have not answered.
+    # At 2 s half of the clients have not answered yet.
     assert found["honest_time_to_target"] == {"target": 0.95, "virtual_time": 3.0, "updates": 3}
     own = {"time_to_target": None, "accuracy": 0.5}
     assert Run(0, "run", {**own, **found}, score=Score.HONEST).time == 3.0
@@ -205,10 +205,10 @@ def test_the_suite_has_every_attack_without_and_with_the_filter() -> None:
         for config in [suite.config(method, seed=0)]
     }
     assert len(kinds & {*product(THREE, ATTACKS, PROTECTIONS)}) == 3 * 5 * 2
-    # Late sybils and backdoors, of seven methods.
+    # Late sybils and backdoors, with seven methods.
     late = load_suite(Path("poisoning-late"))
     assert set(late.methods) < set(suite.methods)
-    # One model under attackers that know the defence, without and with it, and its bounds.
+    # One model under informed attackers, with and without protection, and its bounds.
     informed = ("edge-anti", "min-max", "replay", "backdoor")
     known = {*product(THREE[1:], informed, ("none", "trust"))}
     assert known <= kinds

@@ -1,4 +1,4 @@
-"""Secure aggregation: sums are those of the updates, drop-outs are survived, no update is seen."""
+"""Secure aggregation: correct sums, surviving drop-outs, hidden updates."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Changed = Callable[[Message, Message, Context], Message | None]
 
 
 class Run:
-    """A run in this process; its replies pass a function.
+    """A run in this process, whose replies pass through a function.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ def stage_of(message: Message) -> str:
 
 
 def failing(stage: str, clients: Collection[int], times: int = 1) -> Changed:
-    """Let clients fail in a stage, so many times each."""
+    """Let clients fail in a stage, a number of times each."""
     failed: dict[int, int] = {}
 
     def changed(message: Message, reply: Message, context: Context) -> None:
@@ -226,12 +226,12 @@ def test_rounding_depends_on_the_change_only_and_leaves_numpys_generator_alone()
 
 
 # -----------------------------------------------------------------------------
-# A member that is asked for too much.
+# Requests that a member refuses.
 # -----------------------------------------------------------------------------
 
 
 def cohort(members: int) -> list[Secrets]:
-    """Return members that have all shares of each other."""
+    """Return members that hold all shares of each other."""
     made = [Secrets.new() for _ in range(members)]
     keys = np.stack([member.public for member in made])
     sent = [member.encrypted_shares(keys, at, least=3) for at, member in enumerate(made)]
@@ -326,7 +326,7 @@ def test_the_sum_is_the_plain_one(strategy: str, keys: dict[str, Any]) -> None:
     updates = keys["max-updates"]
     assert len(secure.of(UpdateApplied)) == len(plain.of(UpdateApplied)) == updates
     assert secure.sums == [(5, 5)] * (updates // 5)
-    # The weights by examples are within a factor of 4; each round adds an error.
+    # Weights by examples differ by a factor of 4 at most; each round adds a rounding error.
     bound = 4 * updates // 5 * Scale(8.0, 32).bound([1.0] * 5)
     assert np.abs(plain.vector - secure.vector).max() <= bound + 1e-6
     assert np.abs(plain.vector - initial_vector(plain)).max() > 100 * bound
@@ -380,14 +380,14 @@ def test_two_runs_are_equal_although_their_masks_differ() -> None:
 
 
 def test_the_sum_of_panicles_members_is_the_plain_one() -> None:
-    # One cluster: the sum of the members' latest models by examples is what Panicle keeps.
+    # With one cluster, Panicle keeps the sum of the members' latest models, weighted by examples.
     keys = {"clients": 5, "model": "mlp300", "panicle.clustering": False, "own-model": False}
     keys |= {"max-updates": 5, "panicle.drift": False}
     plain, secure = Run("panicle", **keys), Run("panicle", secure=True, **keys)
     totals = [run.method.state.learned[0] for run in (plain, secure)]
     assert totals[0].examples == totals[1].examples > 0
     means = [one.total / one.examples for one in totals]
-    # The plain run's clients are asked again at different times: only the first updates agree.
+    # Later updates differ, as the plain run's clients get work at other times.
     bound = 4 * Scale(8.0, 32).bound([1.0] * 5)
     assert secure.sums == [(5, 5)]
     assert np.abs(means[0] - means[1]).max() <= bound + 1e-5
@@ -477,7 +477,7 @@ def test_a_member_may_fail_in_every_stage(stage: str, sums: tuple[int, int]) -> 
     assert run.sums == [sums, (6, 6)]
     (refused,) = run.of(UpdateRejected)
     assert "killed" in refused.reason
-    # The sum contains what the member had sent before it failed.
+    # The sum contains the update that the member had sent before it failed.
     assert len(run.of(UpdateApplied)) == 11
 
 
@@ -486,7 +486,7 @@ def test_members_of_a_cohort_that_breaks_up_go_to_the_next(stage: str) -> None:
     keys = {"clients": 8, "max-updates": 16, "secure-least": 5}
     run = Run("fedavg", failing(stage, {0, 1, 2}), secure=True, **keys)
     first, *_ = run.sums
-    # Of eight members six must answer; five did, and formed the next cohort with their updates.
+    # Six of eight members must answer. Five do, so their updates go into the next cohort.
     assert first == (5, 5)
     assert len(run.of(UpdateRejected)) == 3
     applied = run.of(UpdateApplied)
@@ -513,7 +513,7 @@ def test_a_late_member_goes_to_the_next_cohort(seconds: int, sums: tuple[int, in
 
 
 # -----------------------------------------------------------------------------
-# What the server sees.
+# The server's view.
 # -----------------------------------------------------------------------------
 
 
@@ -541,12 +541,12 @@ def test_the_server_sees_no_single_update() -> None:
     kept = pickle.dumps(run.method.state_dict()) + pickle.dumps(run.events)
     assert len(plain) >= 24
     for vector in plain:
-        # Pixels that are always 0 leave their weights as they were.
+        # Parts with zeros are skipped: weights of pixels that are always 0 do not change.
         parts = [vector[at : at + 8] for at in range(0, len(vector) - 7, 8)]
         for part in (part.tobytes() for part in parts if np.abs(part).min() > 0):
             assert part not in sent
             assert part not in kept
-    # The search finds what is there.
+    # Cross-check that the search finds a known part.
     assert run.vector[:8].tobytes() in kept
 
 
@@ -573,7 +573,7 @@ def test_a_resumed_run_is_the_one_that_was_never_interrupted(stage: str, noise: 
 
 
 # -----------------------------------------------------------------------------
-# Bad input, and what is refused.
+# Bad input, and unsupported settings.
 # -----------------------------------------------------------------------------
 
 
@@ -655,7 +655,7 @@ def test_a_round_of_too_few_members_is_refused_and_the_next_one_begins() -> None
 def test_a_fleet_that_never_has_a_cohort_is_warned_of_and_the_simulation_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # Half of the clients stay away after their greeting.
+    # Half of the clients leave after their greeting.
     config = RunConfig.from_mapping({**KEPT, "strategy": "fedbuff", "clients": 8, "secure": True})
     config = resolve(config.with_values(max_updates=50))
     method, events = build_strategy(config), list[Event]()
@@ -705,7 +705,7 @@ def test_devices_clip_before_they_mask_and_the_mean_is_that_of_clipped_changes()
     assert lengths == pytest.approx([0.25] * 6, rel=1e-5)
     initial = run.method.spec.unpack(run.method.initial)
     bound = Scale(8.0, 32).bound([1.0] * 6)
-    # Examples do not count.
+    # Numbers of examples do not count.
     assert run.sums == [(6, 6)]
     assert np.abs(run.vector - initial - np.mean(changes, axis=0)).max() <= bound + 1e-6
 
@@ -713,7 +713,7 @@ def test_devices_clip_before_they_mask_and_the_mean_is_that_of_clipped_changes()
 def test_the_noise_on_a_sum_has_the_stated_variance() -> None:
     exact, noisy = private(1e-9), private(2.0)
     noise = (noisy.vector - exact.vector) / (2.0 * 0.25 / 6)
-    # Outside in one of 10,000 seeds.
+    # Fails by chance for one of 10,000 seeds.
     low, high = chi2.ppf([5e-5, 1 - 5e-5], noise.size)
     assert low < float(np.square(noise.astype(np.float64)).sum()) < high
     again = private(2.0)
@@ -723,7 +723,7 @@ def test_the_noise_on_a_sum_has_the_stated_variance() -> None:
 
 
 def test_every_member_of_a_cohort_gets_the_same_noise() -> None:
-    # The buffer of 3 takes its versions from parts of cohorts, of 6 and 7 members.
+    # The buffer of 3 takes parts of cohorts of 6 and 7 members.
     keys = {"clients": 7, "max-updates": 30, "devices": "uniform", "fedbuff.k": 3}
     run = Run("fedbuff", secure=True, **keys, **{"privacy-central": 1.0, "secure-least": 6})
     feature = next(one for one in run.method.features if isinstance(one, CentralPrivacy))
@@ -745,7 +745,7 @@ def test_a_device_that_does_not_clip_is_refused() -> None:
 
 
 def test_panicle_keeps_its_groups_with_secure_sums_and_noise() -> None:
-    # A small model, since its sketches have noise of their own.
+    # A small model, since sketches have their own noise.
     keys = {"clients": 16, "groups": "0.5,0.5", "max-updates": 96, "local-epochs": 3}
     keys |= {"panicle.sketch-epsilon": 800.0, "secure-least": 6, "privacy-known-groups": True}
     run = Run("panicle", secure=True, **keys, **{"privacy-central": 0.2, "privacy-updates": 6})
@@ -764,7 +764,7 @@ def test_a_spent_budget_ends_a_run_whose_last_updates_find_no_cohort() -> None:
     assert ended.ending is Ending.LIMIT
     taken = [event.client for event in run.of(UpdateApplied)]
     assert max(map(taken.count, taken)) == 2
-    # No client trained in vain.
+    # Every trained update is used.
     assert not run.of(UpdateRejected)
     assert ended.reason == (
         "4 clients may contribute no more, and the others wait for cohorts of 4 members of a "

@@ -1,4 +1,4 @@
-"""Uploads of 8 bits per weight: codes and ranges by hand, error feedback, a run of each kind."""
+"""Uploads of 8 bits per weight: codes and ranges by hand, error feedback, and runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbers(found: ArrayRecord) -> dict[str, np.ndarray]:
 def test_each_row_has_256_levels_between_its_extremes() -> None:
     weights = np.array([[0.0, 1.0, 2.55], [-1.0, -1.0, -1.0]], np.float32)
     codes, scales = encoded(record(w=weights, n=np.array([7])), array_record({}))
-    # Steps of 2.55 / 255 = 0.01; a row of equal numbers is its lowest.
+    # Steps of 2.55 / 255 = 0.01; a row of equal numbers is encoded by its minimum.
     assert numbers(codes)["w"].tolist() == [[0, 100, 255], [0, 0, 0]]
     assert numbers(scales)["w"] == pytest.approx(np.array([[0.0, 0.01], [-1.0, 0.0]]))
     assert numbers(codes)["n"].tolist() == [7]

@@ -1,4 +1,4 @@
-"""Tests on the data of every step so far: their time, clients and models."""
+"""Tests on the data of every step so far: times, clients and models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from raceme.strategies import FedAsync, FedAvg, Method, Plan
 def reported(
     seen: Sequence[events.Event],
 ) -> list[tuple[float, int, int, dict[str, list[int]]]]:
-    """Return time, updates, step, and the steps on which each client has tested."""
+    """Return time, updates, step, and the steps on which each client was tested."""
     return [
         (
             e.time,
@@ -69,7 +69,7 @@ def test_all_test_when_a_step_is_over_and_at_the_end() -> None:
     assert reported(seen) == [
         (2.0, 2, 0, both),
         (3.0, 4, 1, {client: [0, 1, 2] for client in both}),
-        # At the end nobody will train on the next step.
+        # No client will train on the step that begins at the end of the run.
         (5.0, 7, 2, {client: [0, 1, 2] for client in both}),
     ]
 
@@ -99,7 +99,7 @@ def test_the_models_are_those_before_anybody_trains_on_the_next_step() -> None:
         (Schedule("seconds", (1.5, 3.0)), [(1.5, 0), (3.0, 1), (4.0, 2)]),
         (Schedule("updates", (2.0,)), [(2.0, 0), (4.0, 1)]),
         (Schedule("rounds", (2.0,)), [(2.0, 0), (4.0, 1)]),
-        # The last step begins when the run ends: nobody has trained on it.
+        # The last step begins when the run ends, so that no client has trained on it.
         (Schedule("rounds", (2.0, 4.0)), [(2.0, 0), (4.0, 1)]),
         (Schedule("uploads", (1.0, 3.0)), [(1.0, 0), (3.0, 1), (4.0, 2)]),
     ],
@@ -112,8 +112,8 @@ def test_whatever_moves_the_data(schedule: Schedule, moments: list[tuple[float, 
 def test_a_client_with_steps_of_its_own_tests_at_the_end_of_each() -> None:
     grid = grid_of(pulled_app([ONES, ONES]), devices(1.0, 2.5))
     seen = started(half(), grid, 6, Schedule("uploads", every=2.0))
-    # Uploads of c0 at 1, 2, 3 and 4 s, of c1 at 2.5 and 5 s. At the end neither has trained on the
-    # step that it is at.
+    # c0 uploads at 1, 2, 3 and 4 s, c1 at 2.5 and 5 s. At the end neither has trained on its
+    # current step.
     assert reported(seen) == [
         (2.0, 2, 0, {"c0": [0, 1]}),
         (4.0, 5, 1, {"c0": [0, 1, 2]}),
@@ -135,7 +135,7 @@ def test_at_the_end_those_test_who_have_trained_on_their_step() -> None:
 def test_steps_that_end_at_the_same_time_are_reported_together() -> None:
     grid = grid_of(pulled_app([ONES]), devices(4.0))
     seen = started(half(), grid, 3, Schedule("updates", (1.0, 1.5, 2.0)))
-    # The second update moves the data by two steps: nobody has ever trained on step 2.
+    # The second update moves the data by two steps: no client has trained on step 2.
     assert [(e.updates, e.step) for e in of(TasksTested, seen)] == [(1, 0), (2, 1), (3, 3)]
 
 
@@ -187,7 +187,7 @@ def test_without_drift_nothing_is_tested() -> None:
 
 
 class Remembering(FedAsync):
-    """FedAsync with a cluster of ones, which serves what clients did at step 0."""
+    """FedAsync with a cluster of ones, which serves clients their past mixture for step 0."""
 
     def initialize(self, vector: Vector) -> None:
         super().initialize(vector)
@@ -201,7 +201,7 @@ class Remembering(FedAsync):
 
 
 def asked_of(app: ClientApp, asked: list[RecordDict], broken: bool = False) -> ClientApp:
-    """Let an app note what it is asked to test, and fail if it is broken."""
+    """Let an app record its test requests, and fail if it is broken."""
     noting = ClientApp()
 
     @noting.query()
@@ -237,14 +237,14 @@ def test_each_model_travels_once_and_the_method_says_which_serves_which_step() -
         [0, 1, 1, 2],
         [0, 1, 1],
     ]
-    # At the end no untrained model is tested.
+    # At the end there is no untrained model to test.
     assert [content["config"]["untrained"] for content in asked] == [True, True, False]
     assert [sorted(content.array_records) for content in asked] == [
         *[["arrays-0", "arrays-1", "arrays-2"]] * 2,
         ["arrays-0", "arrays-1"],
     ]
     scores = of(TasksTested, seen)[1].per_client["c0"]
-    # .75 · 1 + .25 · 0 in each of eight numbers, of cluster 1 mostly; cluster 0 is at the target.
+    # 0.75 · 1 + 0.25 · 0 in each of eight numbers, mostly cluster 1; cluster 0 is at the target.
     assert scores[0] == (1, pytest.approx(1 / (1 + 0.75 * math.sqrt(8))), None)
     assert (scores[1], scores[2]) == ((0, 0.5, None), (0, 0.25, 0.25))
 
@@ -263,11 +263,11 @@ def test_if_nobody_can_test_there_is_no_report() -> None:
     assert of(TasksTested, started(half(), grid, 3, Schedule("updates", (2,)))) == []
 
 
-# Where tests are no longer free.
+# Tests that take time.
 
 
 def costly(grid: VirtualGrid) -> VirtualGrid:
-    """Let tests be messages in time, as on devices."""
+    """Send tests as messages that take time, as on devices."""
     grid.free_evaluation = False
     return grid
 
@@ -296,7 +296,7 @@ def test_the_next_step_ends_tests_that_a_slow_device_has_not_answered() -> None:
     grid = costly(grid_of(pulled_app([ONES, ONES]), devices(1.0, 50.0)))
     seen = started(half(), grid, 6, Schedule("updates", (2, 4)), eval_every=100)
     found = [(e.updates, e.step, sorted(e.per_client), e.asked) for e in of(TasksTested, seen)]
-    # The end of the run waits for c1, as an evaluation does.
+    # The end of the run waits for c1, as it does for evaluations.
     assert found[:2] == [(2, 0, ["c0"], 2), (4, 1, ["c0", "c1"], 2)]
     assert found[2] == (6, 2, ["c0", "c1"], 2)
 
@@ -338,7 +338,7 @@ def test_who_leaves_is_not_waited_for() -> None:
     ]
 
 
-# What clients answer.
+# The clients' answers.
 
 
 def answer(values: object, **told: str) -> Message:

@@ -44,7 +44,7 @@ def test_the_server_is_certified_by_the_authority_under_all_its_names(tmp_path: 
     authority, server = certificate(tmp_path / "ca.crt"), certificate(tmp_path / "server.crt")
     server.verify_directly_issued_by(authority)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    # Flower's own processes reach the server from the same host.
+    # Local processes such as Flower's connect to localhost.
     assert names.get_values_for_type(x509.DNSName) == [HOSTS[0], "localhost"]
     assert names.get_values_for_type(x509.IPAddress) == [
         ipaddress.ip_address(host) for host in [*HOSTS[1:], "127.0.0.1"]
@@ -89,7 +89,7 @@ def test_every_device_is_in_the_list_that_binds_its_id_to_its_key(tmp_path: Path
     make_certificates(tmp_path, HOSTS, ["shed"])
     names.append("shed")
     assert sorted(read_device_keys(path).values()) == sorted(names)
-    # A folder from before there was such a list gets one with all its devices.
+    # An old folder without the list gets one with all its devices.
     (tmp_path / "device-keys").unlink()
     make_certificates(tmp_path, HOSTS, ["attic"])
     assert set(read_device_keys(tmp_path / "device-keys").values()) == {*names, "attic"}
@@ -134,7 +134,7 @@ def test_only_what_is_missing_is_made(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in before if path != listed} == {
         path: content for path, content in before.items() if path != listed
     }
-    # The public half comes from the private one; a key that a device has made stays.
+    # A missing public key is derived from the private one; a device's own key is not replaced.
     (devices / "garden.pub").unlink()
     (devices / "kitchen").unlink()
     made = make_certificates(tmp_path, [], ["kitchen", "garden"])
@@ -169,7 +169,7 @@ def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_an_invalid_host_is_refused_before_anything_is_written(host: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a host name nor an address") as refused:
         make_certificates(tmp_path / "certs", ["server.example.org", host], ["kitchen"])
-    # An error goes to a terminal, which what was typed must not steer.
+    # Errors are printed to a terminal, so that input must not contain control characters.
     assert str(refused.value).isprintable()
     assert not (tmp_path / "certs").exists()
 
@@ -233,7 +233,7 @@ def test_the_command_takes_an_open_key_only_if_it_is_told(
     make_certificates(tmp_path, HOSTS, ["kitchen"])
     path = tmp_path / "devices" / "kitchen"
     path.chmod(0o644)
-    # With the last option it ends in any case, after the key was read.
+    # The invalid --when ends the command in any case, after the key was read.
     command = ["raceme", "device", "--superlink", "a:1", "--key", str(path), "--when", "never"]
     for more, said in [((), "can be read by other users"), (("--allow-open-key",), "--when")]:
         monkeypatch.setattr(sys, "argv", [*command, *more])

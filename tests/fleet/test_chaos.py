@@ -1,6 +1,6 @@
 """One run over gRPC in which every process is killed once: no update is lost or doubled.
 
-`pytest -m slow -s tests/test_chaos.py` also tells what happened when.
+`pytest -m slow -s tests/fleet/test_chaos.py` also prints a log of the events.
 """
 
 import os
@@ -50,7 +50,7 @@ FIRST_UPDATE = r"update +(\d+) "
 
 
 class Fleet:
-    """The SuperLink, the devices and the runs of one folder of results."""
+    """The SuperLink, the devices and the runs of one result folder."""
 
     def __init__(self, bed: Loopback, out: Path) -> None:
         self.bed, self.out = bed, out
@@ -79,7 +79,7 @@ class Fleet:
         return found
 
     def crash(self) -> None:
-        """Kill the SuperLink and start it again."""
+        """Kill the SuperLink and restart it."""
         self.link.handle.kill()
         self.link.handle.wait()
         self.link = self._superlink()
@@ -97,7 +97,7 @@ def cpu_seconds(process_id: int) -> float:
 
 
 def applied(run: Process) -> int:
-    """Updates applied so far, as a run's log says."""
+    """Return the number of updates applied so far, from a run's log."""
     numbers = re.findall(FIRST_UPDATE, run.text())
     return int(numbers[-1]) if numbers else 0
 
@@ -119,7 +119,7 @@ def wait_for_work_in_hand(device: Process) -> None:
 
 
 class Story:
-    """What happened when, printed for those who want to know."""
+    """A log of the events, printed with ``-s``."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -146,16 +146,16 @@ def client_events(out: Path) -> set[tuple[str, str]]:
 
 
 def versions_of(events: Sequence[Event]) -> list[dict[int, int]]:
-    """Count the aggregations into each model; check each update against its model's version.
+    """Count the aggregations into each model, and check each update against its model's version.
 
-    An update that went into a model but not into the store, or the other way round, or one of the
-    two twice, would break the sequence.
+    The check fails if an update is in a model but not in the store, or the other way round, or in
+    one of them twice.
     """
     versions, after = {0: 0}, [{0: 0}]
     first: UpdateApplied | None = None
 
     def count(event: UpdateApplied, places: bool) -> None:
-        # Who is placed by an update was sent another cluster's model.
+        # A client that is placed by this update was sent the model of another cluster.
         if not places:
             assert event.base_version + event.staleness == versions[event.cluster], event
         versions[event.cluster] += 1
@@ -169,8 +169,8 @@ def versions_of(events: Sequence[Event]) -> list[dict[int, int]]:
                 count(first, False)
                 first = None
         elif isinstance(event, UpdateApplied):
-            # What an update gave rise to is reported after it: a split, one of whose parts it went
-            # into, or that its client was given a cluster.
+            # Consequences of an update are reported after it: a split into whose parts the update
+            # went, or a placement of its client.
             following = takewhile(lambda e: isinstance(e, ClustersChanged), events[number + 1 :])
             changes = [change for change in following if isinstance(change, ClustersChanged)]
             if event.cluster in versions:
@@ -186,7 +186,7 @@ def check_the_store(out: Path) -> None:
     updates = record.updates
     assert list(updates.seq) == list(range(1, len(updates.seq) + 1))
     assert list(updates.time) == sorted(updates.time)
-    # No two updates answer one task, by the server's clock and by the devices'.
+    # No two updates answer the same task, by the server's clock and by the devices' clocks.
     for began in (updates.dispatched_at, updates.started_at):
         tasks = Counter(zip(map(str, updates.client), map(float, began), strict=True))
         assert max(tasks.values()) == 1

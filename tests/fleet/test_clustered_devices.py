@@ -43,12 +43,13 @@ def test_csafl_in_windows_of_seconds(tmp_path: Path) -> None:
         f"csafl.groups=2 csafl.picked=4 csafl.threshold=0 csafl.budget={budget}",
     )
     idle = [event.values for event in record.measured["idle"]]
-    # Each of four members reports each of three windows once, and none waits longer than it is.
+    # Each of the four members reports once in each of three windows, and waits no longer than its
+    # length.
     assert sorted((own["window"], own["client"]) for own in idle) == [
         (window, f"board-{number}") for window in (1, 2, 3) for number in range(DEVICES)
     ]
     assert all(0.0 <= own["seconds"] <= budget + 0.5 for own in idle)
-    # Two groups, and everybody in one of them; in each window somebody was done in time.
+    # Two groups that contain all clients; in each window at least one client answered in time.
     assert len(record.splits) == 1
     assert len(set(record.assignment().values())) == 2
     assert len(record.assignment()) == DEVICES
@@ -56,7 +57,7 @@ def test_csafl_in_windows_of_seconds(tmp_path: Path) -> None:
 
 
 def test_flexcfl_moves_devices_that_have_exchanged_their_data(tmp_path: Path) -> None:
-    # With this seed of the drift boards 0 and 3, and 1 and 2, exchange all after round 2.
+    # With this seed of the drift, boards 0 and 3, and 1 and 2, exchange all data after round 2.
     record = run_on_four_devices(
         tmp_path,
         'strategy="flexcfl" max-rounds=4',

@@ -1,4 +1,4 @@
-"""C-FAACL on real devices: two tasks each, and a server that is killed on the way."""
+"""C-FAACL on real devices: two tasks each, and a server that is killed in between."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_four_devices_with_two_tasks_each_and_a_server_that_is_killed(
         last = applied(first)
         second = run(place, f"resume='{out}'")
         resumed_at = int(second.wait_for(FIRST_UPDATE, 240).group(1))
-        # At most the updates of the round that was under way are made again.
+        # At most the updates of the interrupted round are repeated.
         assert last - resumed_at <= 2 * DEVICES
         second.wait_for("Results are in", 300)
         assert second.wait() == 0
@@ -63,7 +63,8 @@ def test_four_devices_with_two_tasks_each_and_a_server_that_is_killed(
     record = read_run(out)
     assert list(record.updates.seq) == list(range(1, len(record.updates.seq) + 1))
     (change,) = record.data_changes
-    # One concept after the other: all are together each time, and not in the same cluster.
+    # All clients have the same concept at a time, so they share a cluster, a different one each
+    # time.
     before, after = record.assignment(change.time), record.assignment()
     assert len(set(before.values())) == len(set(after.values())) == 1
     assert set(before.values()) != set(after.values())

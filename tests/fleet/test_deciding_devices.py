@@ -1,4 +1,4 @@
-"""CDFL on real devices that decide when they speak: by the clock, and when their data change."""
+"""CDFL on real devices that decide when to upload: by the clock, and when their data change."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ DISTRIBUTIONS = {"ticker": 0, "rambler": 1, "drifter": 0}
 def samples(
     count: int, distribution: int, seed: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
-    """Draw samples: the inputs are alike in both distributions, their labels are not."""
+    """Draw samples: both distributions have the same inputs, with different labels."""
     kind = np.arange(count) % CLASSES
     x = 2.0 * np.eye(CLASSES, 4)[kind] + np.random.default_rng(seed).normal(0, 0.3, (count, 4))
     return x, (kind + distribution) % CLASSES
 
 
 def write_proxies(folder: Path) -> None:
-    """Write what the server has of each distribution."""
+    """Write the server's proxy set of each distribution."""
     folder.mkdir()
     for distribution in (0, 1):
         parts = {"": 30, "_train": 30, "_test": 15}
@@ -49,7 +49,7 @@ def write_proxies(folder: Path) -> None:
 
 
 def write_data(path: Path, distribution: int) -> None:
-    """Write a device's data, in the place of what it has: never half."""
+    """Replace a device's data file atomically."""
     x_train, y_train = samples(30, distribution, 20)
     x_test, y_test = samples(15, distribution, 21)
     new = path.with_suffix(".new.npz")
@@ -58,12 +58,12 @@ def write_data(path: Path, distribution: int) -> None:
 
 
 def spoken(run: Process) -> list[str]:
-    """Return whose updates the running server has told of, in order."""
+    """Return the devices in the order of their logged updates."""
     return re.findall(r"^update +\d+ +(\w+) ", run.text(), re.MULTILINE)
 
 
 def others_since_the_drifter(run: Process) -> list[str]:
-    """Return whose updates came after the drifter's last one."""
+    """Return the devices whose updates came after the drifter's last one."""
     names = spoken(run)[::-1]
     return names[: names.index("drifter")]
 
@@ -84,14 +84,14 @@ def test_cdfl_with_devices_that_speak_by_the_clock_and_when_their_data_change(
             devices[name] = place.device(*known, *when)
         for device in devices.values():
             device.wait_for("online at", 120)
-        # The server has no data but its proxy sets, and learns from them what the model must fit.
+        # The server only has its proxy sets, which determine the shape of the model.
         keys = (
             f"strategy='cdfl' dataset='npz' proxy='{proxies}' pretrain=30 local-epochs=10 "
             f"max-updates=24 out='{out}' set=\"cdfl.requests='device'\""
         )
         run = place.flwr("run", str(ROOT), "here", "--stream", "--run-config", keys)
         run.wait_for(r"update +\d+ +drifter", 120)
-        # While its data stay as they are the drifter says nothing, however often others speak.
+        # While its data do not change, the drifter uploads nothing, however often others do.
         wait_until(lambda: len(others_since_the_drifter(run)) >= 6, 120, run.describe)
         assert spoken(run).count("drifter") == 1
         write_data(tmp_path / "drifter.npz", 1)
@@ -112,7 +112,7 @@ def test_cdfl_with_devices_that_speak_by_the_clock_and_when_their_data_change(
     for placed in record.placements:
         assert sum(placed.weights.values()) == pytest.approx(1.0)
     assert record.assignment() == {"ticker": 0, "rambler": 1, "drifter": 1}
-    # All begin between the clusters. What each upload was a mixture of is its own estimate.
+    # All start in the middle between the clusters; each upload carries its client's own estimate.
     shares = {
         name: [placed.weights[1] for placed in record.placements if placed.client == name]
         for name in DISTRIBUTIONS
@@ -121,8 +121,8 @@ def test_cdfl_with_devices_that_speak_by_the_clock_and_when_their_data_change(
     assert max(shares["ticker"][1:]) < 0.1 < 0.9 < min(shares["rambler"][1:])
     first, second = shares["drifter"][1:]
     assert first < 0.1 < 0.9 < second
-    # The others have uploaded more often than oldest says since it received its model: it is
-    # answered, and changes no cluster.
+    # The others have uploaded more often than `oldest` permits since it received its model: the
+    # upload is answered, and changes no cluster.
     staleness, weights = (
         column[clients == "drifter"].tolist()
         for column in (record.updates.staleness, record.updates.weight)
@@ -131,6 +131,6 @@ def test_cdfl_with_devices_that_speak_by_the_clock_and_when_their_data_change(
     # On a busy machine its first upload may be as late.
     late = [uploads + 1 > len(DISTRIBUTIONS) for uploads in staleness]
     assert weights == [0.0 if is_late else 0.025 for is_late in late]
-    # At once it would have spoken many times in an interval, on any machine.
+    # Without waiting it would have uploaded many times in an interval, on any machine.
     times = record.updates.time[clients == "ticker"]
     assert len(times) < 2 * (times[-1] - times[0]) / INTERVAL + 2

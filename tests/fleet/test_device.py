@@ -1,4 +1,4 @@
-"""`raceme device` as real processes, against a stock SuperLink on loopback."""
+"""`raceme device` as real processes, against Flower's own SuperLink on loopback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_of_two_devices_with_one_id_is_refused_until_the_other_leaves(tmp_pa
         run = bed.flwr("run", str(ROOT), "here", "--stream", "--run-config", settings)
         run.wait_for("'board-0' is already online")
         wait_until(lambda: any(WORK in device.text() for device in both), 90)
-        # The other one was asked who it is, and given nothing to do.
+        # The other one was queried for its id, and got no work.
         ((_, worker), (worked, other)) = sorted(
             ((WORK in device.text(), device) for device in both), key=lambda pair: not pair[0]
         )
@@ -77,7 +77,7 @@ def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None
         wrong_key.wait_for("not accepted: this key is not registered")
         plain.wait_for("perhaps it requires TLS")
 
-        # Whoever is refused but still asks leaves at once when told to.
+        # A refused device that keeps retrying still stops at once.
         assert [each.stop() for each in (right, wrong_key, plain)] == [0, 0, 0]
         assert all("online at" not in each.text() for each in (no_key, wrong_key, plain))
         private = (certificates / "devices" / "kitchen").read_text().splitlines()[1]
@@ -94,7 +94,7 @@ def test_a_device_that_has_just_been_registered_is_online_at_once(tmp_path: Path
         bed.register("kitchen")
         early.wait_for("online at")
         assert "joining again" not in early.text()
-        # The second with one key is told another reason.
+        # A second process with the same key gets another reason.
         second = bed.device(*options)
         second.wait_for("not accepted: an earlier process of this device, or another one")
         assert [each.stop() for each in (second, early)] == [0, 0]
@@ -164,7 +164,8 @@ def test_a_device_that_was_killed_comes_back_without_a_key(tmp_path: Path) -> No
         killed.wait_for(r"train task \d+: done")
         killed.handle.kill()
         back = start_digits_device(bed, 0)
-        # Refused as long as its former self counts as online, then asked again.
+        # It is refused as long as its previous process counts as online, and greeted again
+        # afterwards.
         run.wait_for("'board-0' is already online")
         back.wait_for(r"train task \d+: done", 100)
         run.wait_for("Results are in", 200)

@@ -23,7 +23,7 @@ from raceme.flower.fleet_protocol import Keys, generate_keys
 
 @contextmanager
 def device(api: FleetApi, keys: Keys) -> Iterator[None]:
-    """Let a device try to be online."""
+    """Let a device try to join."""
     stop = StopSignal()
     tasks = TaskRunner(Apps(), {}, Interrupter(0.0))
     options = DeviceOptions(api.endpoint, lambda: keys)
@@ -117,6 +117,6 @@ def test_data_that_do_not_fit_are_refused_at_the_start(tmp_path: Path) -> None:
         )
         wide_device.wait_for(said, 180)
         server.wait_for(f"A client is refused: .*{said}", 60)
-        # The server's own file lies where this device would find it.
+        # The server's own file is where this device would find it.
         lost.wait_for("This device has no data file: start it with --node-config", 180)
         assert "done in" not in wide_device.text() + lost.text()

@@ -1,4 +1,4 @@
-"""Ids that are bound to keys, with real devices: TLS, registered keys, a thief among them."""
+"""Ids bound to keys, with real devices: TLS, registered keys, and a thief."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_thief_with_a_registered_key_gets_nothing_and_locks_nobody_out(tmp_pat
         folder = bed.secure_superlink("kitchen", "garden")
         for name in ("kitchen", "garden"):
             bed.register(name)
-        # It comes while the device that it claims to be is away.
+        # The thief joins while the device that it claims to be is offline.
         thief = device(bed, "garden", "kitchen")
         thief.wait_for("online at")
         settings = "strategy='fedasync' groups='0.5,0.5' max-updates=4 eval-every=10 "

@@ -1,4 +1,4 @@
-"""The parts of `raceme device`: which apps run, retrying, stopping, memory, bad input."""
+"""Parts of `raceme device`: which apps run, retries, stopping, memory, bad input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from raceme.flower.fleet_client import RejoinError
 from raceme.flower.messages import INVALID_APP, LOAD_APP_EXCEPTION, identify_process
 from raceme.training import machine as hardware
 
-# Which app runs.
+# Apps that run.
 
 
 def load(data: bytes, run: fleet.Run, trusted: tuple[str, ...] = ()) -> Message:
@@ -67,7 +67,7 @@ def load(data: bytes, run: fleet.Run, trusted: tuple[str, ...] = ()) -> Message:
 
 
 def trap(path: Path) -> str:
-    """Return a client that leaves a trace as soon as any of its code is executed."""
+    """Return a client app that leaves a file as soon as any of its code runs."""
     return f"open({str(path)!r}, 'w').close()\n{IDLE_CLIENT}"
 
 
@@ -164,14 +164,14 @@ class Failure(grpc.RpcError):  # type: ignore[misc]
 
 
 class Immediate(StopSignal):
-    """Waits for nothing."""
+    """Does not wait."""
 
     def wait(self, seconds: float) -> bool:
         return self.is_set()
 
 
 class Server:
-    """Fails as it is told, then answers."""
+    """Fails with the given errors, then answers."""
 
     def __init__(self, *failures: Failure) -> None:
         self.failures = list(failures)
@@ -197,7 +197,7 @@ def calls(stop: StopSignal | None = None) -> PatientCalls:
 def test_a_refused_clock_may_be_set_later(
     code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A SuperLink says it with the first code, `raceme serve` with the second."""
+    """The first code comes from a SuperLink, the second from `raceme serve`."""
     server = Server(*[Failure(code, "Invalid timestamp: by the server's clock …")] * 3)
     assert calls().invoke(server, object()) == "answer"
     assert "host:1 does not accept this device's clock: set the time" in caplog.text
@@ -223,7 +223,7 @@ def test_a_request_for_work_that_may_have_been_served_in_vain_is_remembered(
 def test_a_part_of_a_reply_that_arrived_the_first_time_has_arrived(
     failure: Failure, stored: bool
 ) -> None:
-    # What a SuperLink says to a part that it has already.
+    # The error of a SuperLink that has the object already.
     failures = [failure]
 
     def push(request: object, timeout: float) -> PushObjectResponse:
@@ -298,7 +298,7 @@ def test_a_task_is_ended_after_its_grace() -> None:
     def work() -> None:
         with interrupter.interruptible():
             interrupter.stop()
-            # A signal just before a single long call would not end it.
+            # Short calls, because a signal just before one long call would not interrupt it.
             while True:
                 time.sleep(0.01)
 
@@ -348,7 +348,7 @@ def test_a_task_that_finishes_in_time_is_left_alone() -> None:
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-# What it says about itself, and what it is told.
+# The device's information about itself, and its orders.
 
 
 def test_a_device_states_its_machine_when_greeted() -> None:
@@ -455,11 +455,11 @@ def test_what_a_client_keeps_goes_over_to_a_run_that_resumes_and_to_no_other() -
     assert dict(state(3, out="runs/c")) == {}
     resumed = state(4, resume="runs/a")
     assert resumed["kept"] == ConfigRecord({"of": "a"})
-    # From then on it is its own, and may be resumed again.
+    # The state then belongs to the resumed run, which may be resumed again.
     resumed["more"] = ConfigRecord({"of": "a"})
     assert "more" not in state(1, out="runs/a")
     assert "more" in state(5, resume="runs/a")
-    # A run whose folder was left to chance may be the one that is resumed.
+    # A run with an automatic folder name may be the resumed one.
     state(6)["kept"] = ConfigRecord({"of": "nameless"})
     assert state(7, resume="runs/20260101-casa-digits")["kept"] == ConfigRecord({"of": "nameless"})
     assert dict(state(8, out="runs/a")) == {}

@@ -32,7 +32,7 @@ DAY = timedelta(days=1)
 
 @dataclass(frozen=True)
 class Authority:
-    """One that signs what no honest one does."""
+    """An authority that signs certificates with any content."""
 
     key: ec.EllipticCurvePrivateKey
     name: str
@@ -42,14 +42,14 @@ class Authority:
         return cls(ec.generate_private_key(ec.SECP256R1()), name)
 
     def pem(self) -> bytes:
-        """Return its own certificate."""
+        """Return the authority's own certificate."""
         made = self._sign(self.name, self.key, NOW - DAY, NOW + DAY, "localhost")
         return made.public_bytes(Encoding.PEM)
 
     def server(
         self, since: datetime = NOW - DAY, until: datetime = NOW + DAY, host: str = "127.0.0.1"
     ) -> tuple[bytes, bytes]:
-        """Return key and certificate."""
+        """Return a server's key and certificate."""
         key = ec.generate_private_key(ec.SECP256R1())
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         made = self._sign("server", key, since, until, host)
@@ -86,7 +86,7 @@ def named_so(name: str) -> x509.Name:
 
 @contextmanager
 def serving(certified: tuple[bytes, bytes] | None) -> Iterator[str]:
-    """Serve nothing, over TLS or in plain text; offer the address."""
+    """Accept connections, over TLS or in plain text, without a service; yield the address."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
     if certified is None:
         port = server.add_insecure_port("127.0.0.1:0")
@@ -100,7 +100,7 @@ def serving(certified: tuple[bytes, bytes] | None) -> Iterator[str]:
 
 
 class Impatient(StopSignal):
-    """Is told to stop at the first wait."""
+    """Is stopped at the first wait."""
 
     def wait(self, seconds: float) -> bool:
         self.set()
@@ -139,7 +139,7 @@ def test_an_expired_or_early_certificate_is_reported_and_waited_for(
     with serving(AUTHORITY.server(since, until)) as address, pytest.raises(StoppedError):
         connect(address, AUTHORITY.pem())
     assert f"the certificate of {address} {said}" in logged()
-    # Boards without a battery begin in the past: what the time is says whose fault it is.
+    # Boards without a battery start with a wrong time: the time in the message shows the cause.
     assert f"{datetime.now(UTC):%Y-%m-%d}" in logged()
     assert remedy in logged()
     assert "authority" not in logged()
@@ -171,7 +171,7 @@ def test_a_server_of_another_authority_of_the_same_name_is_an_error_at_once(tmp_
 
 
 def test_a_server_with_a_valid_certificate_is_connected_to() -> None:
-    # That it is no SuperLink is what is found out then.
+    # The connection succeeds, and then shows that this is no SuperLink.
     with (
         serving(AUTHORITY.server()) as address,
         pytest.raises(UserError, match="not a Fleet API"),

@@ -1,4 +1,4 @@
-"""Images, compose files and units are linted and checked for their promises, without Docker."""
+"""Images, compose files and units are linted and checked, without Docker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 COMPOSE = sorted(DOCKER.glob("compose.*.yaml"))
 UNITS = sorted((DOCKER / "systemd").glob("*.service"))
 
-# The attributes of the compose specification that are used here, and how they look.
+# The attributes of the compose specification that are used here, and their types.
 TYPES = {
     "build": dict,
     "cap_drop": list,
@@ -157,7 +157,7 @@ def test_the_files_that_a_server_reads_are_copied_to_it(
     page = (DOCKER.parent / "docs" / "server.md").read_text(encoding="utf-8")
     found = re.search(rf"^### {section}\n.*?```bash\n(.*?)```", page, re.DOTALL | re.MULTILINE)
     assert found
-    # The others need root, an engine, or a checkout.
+    # The other lines need root, a container engine, or a checkout.
     lines = [line for line in found[1].splitlines() if re.match("(sudo install|cp|mkdir) ", line)]
     script = "\n".join(line for line in lines if "certs" in line)
     script = script.replace("sudo ", "").replace("-o raceme ", "").replace(" /", " ")
@@ -192,7 +192,7 @@ def test_the_options_of_the_server_exist() -> None:
     command = re.search(r"ExecStart=\S+ serve ((?:.*\\\n)*.*)\n", unit)
     assert command
     passed = options_of(server["command"])
-    # On a host of its own, the port after that of the devices is open to the host alone.
+    # The service on a host has no --metrics: the default port is open to the host alone.
     own = options_of(command.group(1).replace("\\\n", " ").split())
     assert passed == own | {"--metrics"}
     known = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
@@ -200,7 +200,7 @@ def test_the_options_of_the_server_exist() -> None:
 
 
 def test_the_unit_of_the_server_has_files_for_silent_connections() -> None:
-    """Connections take all but 256 of them."""
+    """Connections may take all but 256 of them."""
     unit = (DOCKER / "systemd" / "raceme-server.service").read_text()
     assert int(re.findall(r"^LimitNOFILE=(\d+)$", unit, re.MULTILINE)[0]) >= 1 << 16
 
@@ -224,7 +224,7 @@ def test_monitoring_reaches_the_server_and_is_published_on_loopback_only() -> No
 def test_systemd_accepts_the_units(path: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd here")
-    # The programs of the unit are not installed here; any other program will do for the check.
+    # The programs of the unit are not installed here; any other program works for the check.
     unit = tmp_path / path.name
     unit.write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", path.read_text()))
     done = subprocess.run(

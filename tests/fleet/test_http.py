@@ -38,7 +38,7 @@ from raceme.flower.link_state import LinkState
 
 
 def post(server: Server, name: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
-    """Make a call over HTTP, without what a device adds to it."""
+    """Make a call over HTTP, without the headers that a device adds."""
     return httpx.post(
         f"http://{server.http}{path_of(name)}",
         content=body,
@@ -150,7 +150,7 @@ def test_tls_with_the_fleets_authority(tmp_path: Path) -> None:
         keys = generate_keys()
         with join(endpoint, keys, StopSignal(), register=True) as link:
             round_trip(server, link, 5)
-        # Another authority is not believed.
+        # A server of another authority is refused.
         make_certificates(tmp_path / "others", ["localhost", "127.0.0.1"], [])
         authority = read_certificates(tmp_path / "others").authority
         other = Endpoint(server.http, False, authority, "http")
@@ -159,7 +159,7 @@ def test_tls_with_the_fleets_authority(tmp_path: Path) -> None:
             join(other, keys, StopSignal(), register=True),
         ):
             pass
-        # gRPC says of a server that speaks HTTP/1.1 over TLS that it does.
+        # gRPC recognises a server that speaks HTTP/1.1 over TLS.
         with (
             pytest.raises(OtherTransportError),
             join(
@@ -173,7 +173,7 @@ def test_tls_with_the_fleets_authority(tmp_path: Path) -> None:
 
 
 def signed(ago: float = 0.0, **others: str) -> tuple[dict[str, str], bytes]:
-    """Return the headers of a call that was signed some seconds ago, and the key."""
+    """Return the headers of a call that was signed this many seconds ago, and the key."""
     private, public = generate_keys()
     timestamp = (datetime.now(UTC) - timedelta(seconds=ago)).isoformat()
     signature = private.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256()))
@@ -189,7 +189,7 @@ def signed(ago: float = 0.0, **others: str) -> tuple[dict[str, str], bytes]:
 def call(
     server: Server, transport: str, name: str, request: Message, headers: dict[str, str]
 ) -> tuple[int, str]:
-    """Make a call over HTTP or gRPC; return HTTP's status of the answer, and why it is refused."""
+    """Call over HTTP or gRPC; return HTTP's status of the answer, and the reason of a refusal."""
     body = request.SerializeToString()
     if transport == "http":
         response = post(server, name, body, headers)
@@ -222,7 +222,7 @@ def test_a_clock_that_differs_is_refused(
         before = time.time()
         answers = [call(server, transport, "ActivateNode", request, headers) for _ in range(2)]
         passed = time.time() - before
-    # At 401 a SuperNode ends without a word; of 412 it prints something.
+    # At 401 a SuperNode ends silently; at 412 it prints the reason.
     assert [status for status, _ in answers] == [412, 412]
     (line,) = caplog.messages
     assert line.startswith("A node is refused: ")
@@ -238,7 +238,7 @@ def test_a_clock_that_differs_is_refused(
 def test_a_recorded_signature_is_of_no_use_to_another_node_or_later(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signature is of the time alone: Flower allows its use for five minutes."""
+    """Signatures cover the time only: Flower permits their use for five minutes."""
     recorded, owner = signed()
     forged, thief = signed()
     with serving(tmp_path) as server:
@@ -253,7 +253,7 @@ def test_a_recorded_signature_is_of_no_use_to_another_node_or_later(
         for name in ("flwr-public-key", "flwr-timestamp"):
             mixed = {**recorded, name: forged[name]}
             assert replay(pulls[0], mixed) == (401, "Invalid signature")
-        # Repeated use does not prolong it.
+        # Repeated use does not prolong the validity.
         seconds = [50, 100, 150, 200, 250, 295, 310]
         answers = []
         for later in seconds:
@@ -265,7 +265,7 @@ def test_a_recorded_signature_is_of_no_use_to_another_node_or_later(
 
 @dataclass
 class SkewedTime:
-    """The clocks of this machine, some seconds ahead."""
+    """This machine's clocks, some seconds ahead."""
 
     seconds: float
 
@@ -341,7 +341,7 @@ def test_over_grpc_a_call_that_is_not_signed_is_refused_before_its_body_is_read(
         ended = threading.Event()
 
         def endless() -> object:
-            # The first part is never sent: an answer comes without it.
+            # The first part is never sent, and the server must answer nevertheless.
             ended.wait(20)
             return iter(())
 
@@ -379,7 +379,7 @@ def test_http_spoken_to_the_grpc_port_and_the_reverse_are_reported(
 
 
 def test_the_table_of_calls_is_flowers() -> None:
-    """Every call of Flower's own description is there, with its messages."""
+    """Every call of Flower's own service description is in the table, with its messages."""
     service = fleet_protocol.fleet_pb2.DESCRIPTOR.services_by_name["Fleet"]
     own = {
         name: (call.request.DESCRIPTOR, call.response.DESCRIPTOR)

@@ -1,4 +1,4 @@
-"""Online devices, and the replacement of a killed one."""
+"""Online devices, and replacement of a killed one."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_a_process_with_the_key_takes_the_place_of_an_earlier_one_at_once(
         assert list(server.grid.get_node_ids()) == [node]
         own = stack.enter_context(light_device(server, KEYS, transport))
         assert own.node_id == node
-        # The strategy misses the node once, and what the former was given is lost.
+        # The node is missing once, so that the strategy gives up the tasks of the former process.
         assert list(server.grid.get_node_ids()) == []
         wait_until(server.grid._has_fleet_changed, 5)
         assert list(server.grid.get_node_ids()) == [node]
         (reply,) = server.wait(key)
         assert reply.error.code == NODE_UNAVAILABLE
         again = server.push(node, 2)
-        # The former, if it is still there, gets and gives nothing, and does not come back.
+        # The former process, if it still runs, can neither receive nor send, and does not rejoin.
         with pytest.raises(UserError, match="another process with this device's key"):
             answer(former, message)
         with pytest.raises(UserError, match="another process with this device's key"):
@@ -67,7 +67,7 @@ def test_a_process_with_the_key_takes_the_place_of_an_earlier_one_at_once(
         answer(own, fetch(own))
         assert number_of(server.wait(again)[0]) == 2
         assert not server.state.heads
-        # Nor does its end take the node offline.
+        # Its leaving does not take the node offline.
         former._calls.leaving = True
         with pytest.raises(RpcError, match="another process with this device's key"):
             former._invoke("DeactivateNode", DeactivateNodeRequest(node_id=node))
@@ -88,10 +88,10 @@ def test_a_process_with_the_key_and_another_id_takes_no_place(
             assert "garden" in str(refused.value)
             assert "A node is refused: It states the id 'kitchen'" in caplog.text
             round_trip(server, garden, 1)
-            # One with its own id may have been started in its place.
+            # A process with the device's own id may replace it.
             with light_device(server, KEYS, transport, "garden") as again:
                 round_trip(server, again, 2)
-        # Without a list of keys, ids are taken on trust.
+        # Without a list of keys, ids are trusted.
         late = light_device(server, KEYS, transport, "kitchen")
         with pytest.raises(UserError) if bound else late:
             if bound:
@@ -122,12 +122,12 @@ def test_a_silent_device_is_offline_soon_and_its_work_is_lost_later(
     with light_device(server, KEYS, transport) as link:
         first, second = (server.push(link.node_id, number) for number in (1, 2))
         message = fetch(link)
-        # Its heartbeats keep it online for longer than one of them does.
+        # Repeated heartbeats keep it online for longer than one of them does.
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
             assert server.state.online() == [link.node_id]
             time.sleep(0.05)
-        # The network is down for a while.
+        # The network fails for a while.
         monkeypatch.setattr(fleet_client, "_beat", lambda *_: False)
         beat = server.state.beat
         monkeypatch.setattr(server.state, "beat", lambda *_: False)
@@ -138,7 +138,7 @@ def test_a_silent_device_is_offline_soon_and_its_work_is_lost_later(
         wait_until(server.state.online, 5)
         answer(link, message)
         assert number_of(server.wait(first)[0]) == 1
-        # Now it stays away.
+        # Now the device stays offline.
         monkeypatch.setattr(server.state, "beat", lambda *_: False)
         wait_until(lambda: not server.state.online(), 5)
         monkeypatch.setattr(link_state, "_WORK_SECONDS", 0.0)
@@ -154,7 +154,7 @@ def test_a_clock_that_is_set_by_an_hour_costs_no_device_and_no_message(
     with light_device(server, KEYS) as link:
         at_work, waiting = (server.push(link.node_id, number, ttl=600.0) for number in (1, 2))
         message = fetch(link)
-        # Of the server alone: gRPC measures its deadlines on the same clock.
+        # Only the server's clock: gRPC measures its deadlines on the same clock.
         moved = {**vars(time), "time": lambda: time.time() + jump}
         monkeypatch.setattr(link_state, "time", SimpleNamespace(**moved))
         assert server.state.online() == [link.node_id]
@@ -210,7 +210,7 @@ def test_a_device_that_is_killed_is_missed_in_15_s_and_takes_its_place_at_once(
         wait_until(lambda: health(port) == 2, 30, server.describe)
         missed = time.monotonic() - killed
 
-        # One that vanishes without closing its connections.
+        # A device that vanishes without closing its connections.
         devices[1].handle.send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
         wait_until(lambda: health(port) == 1, 30, server.describe)
@@ -227,7 +227,7 @@ def test_a_device_that_is_killed_is_missed_in_15_s_and_takes_its_place_at_once(
         assert {row["version"] for row in told.values()} == {__version__}
         assert told["garden"]["silent_seconds"] < 10
 
-        # In the middle of a task, and at once again.
+        # A device that is killed during a task, and restarted at once.
         devices[2].handle.kill()
         back = time.monotonic()
         devices[2] = start(2)

@@ -57,7 +57,7 @@ def device(bed: Loopback, number: int) -> Process:
 
 
 def asked(out: Path, name: str, **arguments: object) -> Any:
-    """Ask the server, which may just be starting."""
+    """Send the server a command, and retry while it is starting."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -87,7 +87,7 @@ def test_versions_survive_kills_and_an_operator_goes_back(tmp_path: Path) -> Non
         reader = bed.start("reader", [sys.executable, "-c", READER, *files])
         until(lambda: in_use(out) >= 2, server, *devices)
         until(lambda: all(f"{file} " in reader.text() for file in files), reader, *devices)
-        # Killed in the middle of a rollout, server and a device.
+        # Server and a device are killed during a rollout.
         until(lambda: {r["stage"] for r in asked(out, "versions")} & {"trial", "canary"}, server)
         before = in_use(out)
         server.handle.kill()
@@ -100,7 +100,7 @@ def test_versions_survive_kills_and_an_operator_goes_back(tmp_path: Path) -> Non
         devices[0] = device(bed, 0)
         until(lambda: in_use(out) > before, server, *devices)
 
-        # An operator goes back while devices are tested, as they are every few updates.
+        # An operator rolls back while devices test a version, as they do every few updates.
         kept = [row["version"] for row in asked(out, "versions") if row["stage"] == "former"]
         answer = asked(out, "rollback", cluster=0, to=kept[-1])
         assert answer["in_use"] == kept[-1]
@@ -120,7 +120,7 @@ def test_versions_survive_kills_and_an_operator_goes_back(tmp_path: Path) -> Non
         until(lambda: asked(out, "status")["updates"] > updates + 20, server)
         assert in_use(out) == kept[-1]
 
-        # The version in use can be exported meanwhile.
+        # The version in use can be exported at the same time.
         folder, _ = export_model(out, device="client-1", out=tmp_path / "model")
         about = json.loads((folder / "model.json").read_text())
         assert (about["cluster"], about["version"]) == (0, kept[-1])
@@ -134,7 +134,7 @@ def test_versions_survive_kills_and_an_operator_goes_back(tmp_path: Path) -> Non
         )
         assert len(done.stdout.splitlines()) == 2
 
-        # Killed and started again, the operator's choice still holds.
+        # The operator's choice survives a kill and restart.
         server.handle.kill()
         server.wait()
         server = serve(bed, "--reconnect", "5")
@@ -145,6 +145,6 @@ def test_versions_survive_kills_and_an_operator_goes_back(tmp_path: Path) -> Non
         asked(out, "rollback", cluster=0, to=None)
         until(lambda: in_use(out) > kept[-1], server, *devices)
         assert reader.handle.poll() is None, reader.describe()
-        # Disk is bounded: five, the best, the one in use, the new one.
+        # The number of files is bounded: five, the best, the one in use, and the new one.
         assert len(list((out / "versions").glob("*.safetensors"))) <= 8
         assert not [file for file in tmp_path.iterdir() if file.name.endswith(".partial")]

@@ -1,4 +1,4 @@
-"""Raceme's devices and stock SuperNodes at one server: each gets the form that it reads."""
+"""Raceme's devices and Flower's SuperNodes at one server: each gets the format that it reads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(seed: int) -> RecordDict:
 
 
 def sent_and_answered(server: Server, *, seed: int = 3) -> tuple[str, str, int]:
-    """Return the hash of what a device got, that of what came back, and the objects kept."""
+    """Return the hashes of the received and the returned model, and the number of objects."""
     with light_device(server) as link:
         identify_process(server.state.run_id, SERVER_NODE_ID)
         (key,) = server.grid.push_messages([Message(model(seed), link.node_id, "train", ttl=60.0)])
@@ -55,7 +55,7 @@ def test_negotiated_and_stock_arrays_are_the_same_bit_for_bit(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = sent_and_answered(server)
-    # Larger than one call: Flower's objects, the model in one array.
+    # Larger than one call: sent as Flower's objects, with the model in one array.
     with monkeypatch.context() as patch:
         patch.setattr(message_state, "LARGEST", 10)
         patch.setattr(direct, "LARGEST", 10)
@@ -65,7 +65,7 @@ def test_negotiated_and_stock_arrays_are_the_same_bit_for_bit(
         stock = sent_and_answered(server)
     expected = model(3).object_id
     assert {*whole[:2], *large[:2], *stock[:2]} == {expected}
-    # No objects; message, records, one array and its data; each array and its data.
+    # None; message, records, one array and its data; each array and its data.
     assert (whole[2], large[2], stock[2]) == (0, 6, 16)
 
 
@@ -84,7 +84,7 @@ def test_both_kinds_of_devices_work_side_by_side(
 
 @contextmanager
 def greets(monkeypatch: pytest.MonkeyPatch, greeting: Greeting) -> Iterator[None]:
-    """Let devices, which are in this process too, greet as another version would."""
+    """Let devices, also those in this process, greet like another version."""
 
     def greeted(transport: direct.Transport, calls: direct.Calls, _device: str) -> Greeting:
         answer = calls.invoke(transport.greet, greeting.to_bytes())
@@ -173,7 +173,7 @@ def test_invalid_calls_are_refused(
         with pytest.raises(grpc.RpcError) as refused:
             call(request_bytes)
         assert refused.value.code() is code
-    # Nor is anybody heard who does not sign.
+    # Unsigned calls are refused too.
     with grpc.insecure_channel(server.address) as channel:
         unsigned = channel.unary_unary(f"/{wire.SERVICE}/{method}")
         with pytest.raises(grpc.RpcError) as refused:
@@ -188,7 +188,7 @@ def test_a_reply_that_cannot_be_read_is_an_error_reply(server: Server) -> None:
         assert server.state.accept(link.node_id, key, b"\xff\xff")
         (reply,) = server.wait(key)
         assert "cannot be read" in reply.error.reason
-        # One that says that it is another one is not taken as this one.
+        # A reply that names another node as its source is not accepted.
         other, key = (server.push(link.node_id, number) for number in (2, 3))
         for _ in range(2):
             message = fetch(link)
@@ -204,7 +204,7 @@ def test_messages_without_a_copy_are_reported_as_lost(server: Server) -> None:
     with light_device(server) as link:
         server.state._cache = MessageCache(most_bytes=0)
         key = server.push(link.node_id, 1)
-        # The answer gets lost on its way, and so many others were sent that it is not kept.
+        # The reply was lost on the way, and the cache does not hold the message any more.
         assert server.state.next_for(link.node_id, "") is not None
         assert link.receive() is None
         (reply,) = server.wait(key)
@@ -217,7 +217,7 @@ def test_a_supernode_with_the_key_of_a_device_gets_what_it_can_read(
     with light_device(server) as link:
         waiting = server.push(link.node_id, 1)
         server.state.deactivate(link.node_id)
-        # It has not greeted.
+        # This device has not greeted.
         assert server.state.activate(link.node_id, 30.0)
         (reply,) = server.wait(waiting)
         assert reply.error.code == NODE_UNAVAILABLE
@@ -238,7 +238,7 @@ def test_a_clock_that_is_set_sends_nobody_offline_and_loses_no_message(
         def wall() -> float:
             return time.time() + jump.total_seconds()
 
-        # Not `time.time` itself: the device is in the same process.
+        # Not `time.time` itself, because the device is in the same process.
         clock = SimpleNamespace(time=wall, monotonic=time.monotonic)
         clock.strftime, clock.gmtime = time.strftime, time.gmtime
         monkeypatch.setattr(message_state, "time", clock)

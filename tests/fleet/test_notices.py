@@ -22,7 +22,7 @@ Usage = namedtuple("Usage", "free")
 
 
 class Situation:
-    """What a server's notices look at, and the notices."""
+    """The state that a server's notices depend on, and the notices."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.online, self.now, self.free = 4, 0.0, 1 << 40
@@ -38,7 +38,7 @@ class Situation:
         )
 
     def after(self, seconds: float) -> list[str]:
-        """Look some time later; return what is said then."""
+        """Check again after some time; return the new notices."""
         self.now += seconds
         before = len(self.said)
         assert self.notices.check() is False
@@ -82,7 +82,7 @@ def test_a_full_disk_and_an_expiring_certificate_are_reported(situation: Situati
     assert situation.after(0) == []
     situation.free = 100 << 20
     situation.until -= timedelta(days=2)
-    # It looks every ten seconds.
+    # The server checks every ten seconds.
     assert situation.after(5) == []
     assert situation.after(5) == ["disk-full", "certificate-expires"]
     assert situation.after(60) == []
@@ -90,7 +90,7 @@ def test_a_full_disk_and_an_expiring_certificate_are_reported(situation: Situati
 
 @pytest.fixture
 def received() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the address of a webhook, and what it receives; it fails at first."""
+    """Yield the address of a webhook and its received requests; the first ones fail."""
     found: list[dict[str, Any]] = []
 
     class Hook(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Runs with arrays packed together and in Flower's form give the same models."""
+"""Runs with Raceme's packed arrays and with Flower's format give the same models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN += ["--model", "cnn", "--max-updates", "3", "--eval-every", "1", "--seed", "
 
 
 def models_of(folder: Path, start: Callable[[Loopback], Process]) -> tuple[dict[str, bytes], Path]:
-    """Serve a run for one device; return the files of its models, and its folder."""
+    """Run a server with one device; return the files of its models, and its folder."""
     out = folder / "out"
     folder.mkdir()
     with loopback(folder) as bed:
@@ -25,7 +25,7 @@ def models_of(folder: Path, start: Callable[[Loopback], Process]) -> tuple[dict[
         command = raceme("serve", *places, "--out", "out", *RUN)
         server = bed.start("serve", command)
         start(bed)
-        # A SuperNode starts a process that imports torch for every message.
+        # A SuperNode starts a process that imports torch for each message.
         assert server.wait(900) == 0, server.text()
     found = {path.name: path.read_bytes() for path in (out / "clusters").glob("*.safetensors")}
     return found, out

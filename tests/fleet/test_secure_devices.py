@@ -19,8 +19,8 @@ DEVICES = 7
 VICTIMS = {0: (SHARES, 1), 1: (MASKED, 2), 2: (UNMASK, 3)}
 """Devices that die in a stage, of so many cohorts."""
 
-# A device that keeps a copy of each of its updates, and kills itself where it is told to. A late
-# one announces no update before it may.
+# A device that keeps a copy of each of its updates, and kills itself at a given point. A late one
+# sends no announcement until it is allowed.
 PROGRAM = """
 import os, sys, time
 import numpy as np
@@ -95,7 +95,7 @@ def test_devices_that_are_killed_in_each_stage_and_what_the_server_keeps(
         assert server.wait(300) == 0, server.text()
         for number in VICTIMS:
             assert devices[number].wait(60) == -9
-    # Cohorts of 7, 6, 5 and 4 members, the last of which sends its update before it dies.
+    # Cohorts of 7, 6, 5 and 4 members; the last member sends its update before it dies.
     out = tmp_path / "out"
     sums = query(out, "SELECT * FROM measures WHERE name = 'secure_sum'")
     assert len(sums) == 4, sums

@@ -28,7 +28,7 @@ RUN += ["--clients", "2", "--groups", "0.5,0.5"]
 
 
 def start_server(bed: Loopback, *options: str) -> Process:
-    """Start a server; again on the same port if there was one."""
+    """Start a server; a second one uses the same port."""
     bed.fleet_port = bed.fleet_port or free_port()
     bed.http_port = bed.http_port or free_port()
     places = ("--address", bed.fleet_address, "--http", bed.http_address)
@@ -36,7 +36,7 @@ def start_server(bed: Loopback, *options: str) -> Process:
 
 
 def stop(server: Process, number: int = signal.SIGTERM) -> int:
-    """Tell a server to end, and wait until its plots are drawn."""
+    """Stop a server, and wait until its plots are drawn."""
     server.handle.send_signal(number)
     return server.wait(240)
 
@@ -58,7 +58,7 @@ def updates(out: Path) -> list[tuple[int, str]]:
 
 
 def are_applied_once(out: Path, count: int) -> None:
-    """Assert that updates are there without a gap, and of no task two."""
+    """Assert that updates have no gaps, and that no task has two."""
     assert [seq for seq, _ in updates(out)] == list(range(1, count + 1))
     different = "SELECT count(DISTINCT client || dispatched_at) FROM updates"
     assert query(out, different) == [(count,)]
@@ -72,7 +72,7 @@ def is_of(line: dict[str, Any], event: str) -> bool:
 def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "out"
     metrics = f"127.0.0.1:{free_port()}"
-    # More updates than fast devices make while the server is stopped and asked.
+    # More updates than fast devices make during the restart and the queries.
     limit = 300
     options = ("--max-updates", str(limit), "--checkpoint-every", "1", "--clients-min", "2")
     options += ("--metrics", metrics)
@@ -89,7 +89,7 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         assert any((out / CHECKPOINTS).iterdir())
         server = start_server(bed, *options)
         server.wait_for(r"update +\d+ ", 240)
-        # Figures for a monitor, by the names that devices stated to the process before.
+        # Metrics for a monitor, with the names that devices reported to the previous process.
         with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:
             families = text_string_to_metric_families(page.read().decode())
             samples = [sample for family in families for sample in family.samples]
@@ -102,7 +102,7 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
             assert 0 <= found["raceme_device_silence_seconds", name] < 60
         with urllib.request.urlopen(f"http://{metrics}/healthz", timeout=60) as answer:
             assert json.load(answer)["devices_online"] == 2
-        # And for an operator, who may be on the server only.
+        # Commands for an operator, who needs access to the server's files.
         assert (out / CONTROL).stat().st_mode & 0o777 == 0o600
         told = command(out, "status")
         assert (told["status"], told["devices_online"], told["clusters"]) == ("ok", 2, 1)
@@ -129,11 +129,11 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         assert {line["device"] for line in told} == {"client-1"}
         done = {line["request"] for line in told if "train task" in line["message"]}
         assert {line["request"] for line in applied if line["device"] == "client-1"} <= done
-        # They stayed the nodes that they were, and were not even asked anew who they are.
+        # The devices kept their nodes, and were not even greeted again.
         for device in devices:
             assert device.text().count("query: done") == 1
         are_applied_once(out, limit)
-        # Who is back first after a kill may do all that is left: both have been tested.
+        # The first device that is back after a kill may do all the remaining work: check both.
         assert json.loads((out / "summary.json").read_text())["clients"] == 2
         assert json.loads((out / "summary.json").read_text())["updates"] == limit
         over = start_server(bed, *options)
@@ -218,15 +218,15 @@ def test_devices_and_a_stock_supernode_work_side_by_side_and_survive_kills(tmp_p
         server = start_server(bed, *run, "--max-updates", "100000")
         devices = [start(number) for number in range(2)]
         bed.supernode(2, 3)
-        # A SuperNode starts a process that imports torch for every message.
+        # A SuperNode starts a process that imports torch for each message.
         server.wait_for(r"update +\d+  client-2 ", 600)
         server.handle.kill()
         devices[0].handle.kill()
         server.wait()
         devices[0].wait()
         server = start_server(bed, *run, "--max-updates", "100000")
-        # The SuperNode finds the server again; who takes the place of a dead process is let in
-        # when that has been missed.
+        # The SuperNode reconnects; a replacement of the killed device is accepted when the server
+        # has noticed its absence.
         server.wait_for(r"update +\d+  client-2 ", 600)
         devices[0] = start(0)
         server.wait_for(r"update +\d+  client-0 ", 300)
@@ -267,8 +267,8 @@ def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None
         named = ("--device-id", "kitchen", "--key", f"{certs}/devices/kitchen")
         kitchen = start_device(bed, 0, *trust, *named)
         server.wait_for(r"update +3 ", 240)
-        # A key that is made later is known at once. Who was there at the last checkpoint stays the
-        # node that it was, through a crash.
+        # A new key is known at once. Devices of the last checkpoint keep their nodes through a
+        # crash.
         make(certs, "garden")
         named = ("--device-id", "garden", "--key", f"{certs}/devices/garden")
         garden = start_device(bed, 1, *trust, *named)
@@ -313,7 +313,7 @@ def test_keys_are_revoked_and_rotated_while_the_server_runs(tmp_path: Path) -> N
         assert time.monotonic() < begun + 10
         change("--device", "kitchen", "--rotate")
         server.wait_for("Key of kitchen: rotated")
-        # It reads the file of its key anew, and goes on as the client that it was.
+        # The device reads its new key from the file, and continues as the same client.
         wait_until(lambda: kitchen.text().count("online at") == 2, 60, kitchen.describe)
         count = len(updates(tmp_path / "out"))
         server.wait_for(rf"update +{count + 3} .* kitchen ", 60)

@@ -1,4 +1,4 @@
-"""`raceme serve APP_DIR`: a user's own Flower app for devices and stock SuperNodes."""
+"""`raceme serve APP_DIR`: a user's own Flower app for devices and Flower's SuperNodes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_app_with_a_method_in_the_place_of_its_strategy(tmp_path: Path) -> No
         assert all("train: done" in device.text() for device in devices)
     with closing(sqlite3.connect(tmp_path / "out" / "run.sqlite")) as store:
         assert store.execute("SELECT count(*) FROM updates").fetchone() == (4,)
-    # The app's own ServerApp has saved what the method has learned.
+    # The app's own ServerApp has saved the result.
     (weights,) = np.load(tmp_path / "final_model.npz").values()
     assert np.abs(weights - np.arange(8) / 8).max() < 0.3
 

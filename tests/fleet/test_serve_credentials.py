@@ -1,4 +1,4 @@
-"""Certificates and keys that `raceme serve` is given."""
+"""Certificates and keys of `raceme serve`."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_device_is_revoked_or_given_another_key(folder: Path) -> None:
     assert sorted(new.values()) == ["garden", "kitchen"]
     assert len(old.keys() & new.keys()) == 1
     assert read_device_key(folder / "devices" / "kitchen")
-    # The device has made the key itself: its private half is not here.
+    # The device has made the key itself, so that its private half is not here.
     make_certificates(folder.parent / "own", ["a"], ["own"])
     rotate_key(folder, "kitchen", folder.parent / "own" / "devices" / "own.pub")
     assert set(KeyRegistry(folder)().values()) == set(read_device_keys(listed).values())
@@ -196,14 +196,14 @@ def test_devices_get_labels_and_lose_them(
     assert "--label: 'room' is not a list of labels" in certs(*both, "--label", "room")
     assert "give --device ID" in certs("--label", "room=x")
     assert read_labels(folder / "labels.toml") == expected
-    # A server takes them from the folder, unless another file is named.
+    # Labels come from the folder, unless another file is named.
     assert with_registry({}, folder)["labels"] == str(folder / "labels.toml")
     assert with_registry({"labels": "own.toml"}, folder)["labels"] == "own.toml"
     assert with_registry({"labels": "own.toml"}, None) == {"labels": "own.toml"}
 
 
 def start(folder: Path, *, any_device: bool = False, **keys: str) -> None:
-    """Start a server that is told to stop at once."""
+    """Start a server that is stopped at once."""
     out = str(folder.parent / "out")
     given = {"strategy": "fedasync", "dataset": "digits", "out": out, **keys}
     config = prepare(given if any_device else with_registry(given, folder))
@@ -233,7 +233,7 @@ def test_a_server_whose_folder_lacks_the_list_of_keys_says_that_it_trusts(
 def test_a_certificate_that_is_not_valid_yet_is_warned_of(
     folder: Path, caplog: pytest.LogCaptureFixture, early: list[str]
 ) -> None:
-    """A server whose board has no battery comes up before its clock is set."""
+    """A server whose board has no battery may start before its clock is set."""
     now = datetime.datetime.now(datetime.UTC)
     for name in early:
         redate(folder, name, now + datetime.timedelta(days=40))
@@ -267,7 +267,7 @@ def test_an_online_device_without_its_key_is_disconnected_and_its_work_given_up(
             rotate_key(folder, "kitchen")
         (reply,) = server.wait(sent)
         assert reply.error.code == NODE_UNAVAILABLE
-        # A call that waits for work would end after 15 s.
+        # The pending call ends at once, not at its timeout of 15 s.
         assert isinstance(waiting.wait(), RejoinError)
         assert time.monotonic() < begun + 8
         assert server.grid.key_changes() == [("kitchen", how)]
@@ -281,7 +281,7 @@ def test_an_online_device_without_its_key_is_disconnected_and_its_work_given_up(
 
 
 def refusal(link: Link) -> Exception | None:
-    """Return why a device gets no more work."""
+    """Return the reason why a device gets no more work."""
     try:
         link.receive(15.0)
     except RejoinError as error:

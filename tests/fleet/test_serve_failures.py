@@ -22,7 +22,7 @@ KEYS |= {"groups": "0.5,0.5"}
 
 
 def served(out: Path) -> str:
-    """Return what a server says that cannot use a folder."""
+    """Return the error of a server that cannot use a folder."""
     options = ServeOptions(f"127.0.0.1:{free_port()}", metrics="off")
     with pytest.raises(UserError) as refused:
         serve(prepare({**KEYS, "max-updates": 9, "out": str(out)}), options)
@@ -33,7 +33,7 @@ def served(out: Path) -> str:
 def test_a_fleet_is_as_large_as_training_waits_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server whose devices have their own data knows of one client: its sample."""
+    """Where devices have their own data, the server's dataset has a single client, its sample."""
     ones, classes = np.ones((4, 3), np.float32), np.array([0, 1, 0, 1])
     arrays = {"x_train": ones, "y_train": classes, "x_test": ones, "y_test": classes}
     np.savez(tmp_path / "sample.npz", **arrays, num_classes=2)
@@ -48,7 +48,7 @@ def test_a_fleet_is_as_large_as_training_waits_for(
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that another kind of server has held, with a checkpoint."""
+    """A result folder with a checkpoint of a simulated run."""
     out = tmp_path_factory.mktemp("other") / "out"
     keys = {**KEYS, "max-updates": 2, "workers": "0", "checkpoint-every": 1, "out": str(out)}
     simulate(RunConfig.from_mapping(keys))
@@ -80,7 +80,7 @@ def test_a_full_disk_ends_the_server_in_order_and_the_same_command_resumes(tmp_p
         server = bed.start("serve", raceme(*command))
         device = bed.device("--insecure", "--node-config", "partition-id=0 num-partitions=1")
         server.wait_for(r"update +4 ", 240)
-        # No file grows beyond that, as on a disk that is full.
+        # Limits the size of files, like a full disk.
         resource.prlimit(server.handle.pid, resource.RLIMIT_FSIZE, (2000, 2000))
         assert server.wait(240) == 1
         assert "run.sqlite can no longer be written" in server.text()
@@ -88,7 +88,7 @@ def test_a_full_disk_ends_the_server_in_order_and_the_same_command_resumes(tmp_p
         assert "Traceback" not in server.text()
         again = bed.start("serve", raceme(*command))
         assert again.wait(240) == 0
-        # It has waited meanwhile.
+        # The device has waited meanwhile.
         assert device.text().count("online at") == 1
     updates = [e.seq for e in read_events(out) if type(e).__name__ == "UpdateApplied"]
     assert updates == list(range(1, 13))

@@ -55,7 +55,7 @@ class Clock:
 
 
 def figures(page: bytes) -> dict[tuple[str, str], float]:
-    """Return the value of each sample, by its name and its labels' values."""
+    """Return the value of each sample, by its name and label values."""
     return {
         (sample.name, ",".join(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -186,7 +186,7 @@ def test_metrics_show_the_current_devices_messages_and_silences(tmp_path: Path) 
         assert silence == 7
         assert name.startswith('kit"chen')
         assert name.isprintable()
-    # It has left, and its silence goes on.
+    # After the device has left, its silence continues to grow.
     names.clear()
     clock.now += 60
     found = figures(metrics.page())
@@ -205,7 +205,7 @@ def test_so_many_devices_are_listed_and_no_more() -> None:
     listed = [labels for name, labels in found if name == "raceme_device_silence_seconds"]
     assert len(listed) == MOST_DEVICES
     assert found["raceme_devices_known", ""] == MOST_DEVICES + 100
-    # Those that are silent for longest.
+    # The listed devices are those that are silent for longest.
     assert any(name.startswith("device-0x") for name in listed)
     assert not any(name.startswith(f"device-{MOST_DEVICES}x") for name in listed)
     assert max(map(len, listed)) <= 64
@@ -272,7 +272,7 @@ def test_the_second_port_answers() -> None:
         assert get(address, "/etc/passwd")[0] == 404
         with pytest.raises(UserError, match="--metrics off"):
             StatusPort(address, lambda _: b"", health)
-    # The port is free again.
+    # The port is free again after the error.
     with StatusPort(address, lambda _: b"", health):
         pass
 
@@ -330,7 +330,7 @@ def test_beyond_loopback_a_token_over_https_is_required(
             assert ask("/metrics", wrong)[0] == 401
         assert ask("/metrics", view) == (200, "figures")
         assert ask(f"/metrics?token={view}")[0] == 401
-        # A load balancer has no token, and learns no more than it must.
+        # Load balancers have no token, and get the status only.
         assert json.loads(ask("/healthz")[1]) == {"status": "ok"}
         assert json.loads(ask("/healthz", view)[1]) == {"status": "ok", "a": 1}
         for name in ("server.example.org", "localhost", "10.0.0.7", "server"):

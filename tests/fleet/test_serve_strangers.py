@@ -48,7 +48,7 @@ LOCAL = Access("127.0.0.1")
 
 
 def connect(port: int, most: int, stack: ExitStack) -> list[socket.socket]:
-    """Open connections, as many as are accepted."""
+    """Open connections until one is not accepted."""
     made = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(most)]
     for connection in made:
         stack.callback(connection.close)
@@ -56,7 +56,7 @@ def connect(port: int, most: int, stack: ExitStack) -> list[socket.socket]:
 
 
 def ask(port: int, host: str = "localhost", path: str = "/") -> str:
-    """Return the status line of an answer; empty if the connection is closed."""
+    """Return the status line of a response; empty if the connection is closed."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
@@ -138,7 +138,7 @@ def test_a_flood_of_headers_is_cut_off(port_of: type, tmp_path: Path) -> None:
             while sent < 64 << 20:
                 sender.sendall(line)
                 sent += len(line)
-        # What the buffers of both sockets hold is sent before the connection is seen to be closed.
+        # Some bytes are buffered in both sockets before the sender notices the close.
         assert sent < 64 << 20
         found = "200" if port_of is not supernode_port else "404"
         assert found in ask(port, path="/healthz" if port_of is status_port else "/")
@@ -158,7 +158,7 @@ def test_connections_beyond_a_limit_are_closed_and_the_others_are_answered_later
 
 @contextmanager
 def secure_ports(folder: Path) -> Iterator[list[int]]:
-    """The three ports that speak HTTPS: of figures, of the page, and of SuperNodes."""
+    """The three HTTPS ports: metrics, page, and SuperNodes."""
     certs = folder / "certs"
     make_certificates(certs, ["127.0.0.1"], [])
     make_token(certs)
@@ -179,7 +179,7 @@ def test_handshakes_of_tls_that_do_not_come_are_given_up(tmp_path: Path) -> None
     with secure_ports(tmp_path) as ports, ExitStack() as stack:
         silent = [connect(port, 1, stack)[0] for port in ports]
         dripping = [connect(port, 1, stack)[0] for port in ports]
-        # The head of a record of 16 KiB.
+        # The header of a TLS record of 16 KiB.
         for connection in dripping:
             connection.sendall(bytes([22, 3, 1, 64, 0]))
         assert not any(map(is_closed, [*silent, *dripping]))
@@ -238,7 +238,7 @@ def test_a_thousand_silent_connections_leave_a_run_its_files(tmp_path: Path) -> 
         assert limit == 1024
         taken = len(list(Path(f"/proc/{server.handle.pid}/fd").iterdir()))
         assert taken < 1000
-        # Their handshakes are given up, and devices find room.
+        # Their handshakes time out, and devices can connect.
         for number, name in enumerate(("kitchen", "garden")):
             bed.device(
                 *("--root-certificates", str(certs / "ca.crt")),
@@ -251,7 +251,7 @@ def test_a_thousand_silent_connections_leave_a_run_its_files(tmp_path: Path) -> 
 
 
 def memory(process_id: int) -> int:
-    """Return the most memory that a process has had, in bytes."""
+    """Return a process's peak memory in bytes."""
     for line in Path(f"/proc/{process_id}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
@@ -315,7 +315,7 @@ def test_a_registered_device_sends_no_more_than_a_reply_has() -> None:
 
 
 def test_one_device_fills_neither_the_disk_nor_the_memory(tmp_path: Path) -> None:
-    """Its replies are as large as may be, each with other names of arrays."""
+    """Its replies have the maximum size, each with other names of arrays."""
     size, names = 200_000, "n" * 400_000
     with serving(tmp_path) as server, light_device(server) as link:
         server.state.largest = 1 << 20
@@ -338,7 +338,7 @@ def test_one_device_fills_neither_the_disk_nor_the_memory(tmp_path: Path) -> Non
             held, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        # Some five of them; names and arrays of one take two megabytes.
+        # Room for about five replies, whose names and arrays take two megabytes each.
         assert held < 12_000_000
         journal = sum(path.stat().st_size for path in tmp_path.glob("replies-*.bin"))
         assert size < journal <= 4 * server.state.largest + 10_000
@@ -352,7 +352,7 @@ def test_objects_of_a_reply_beyond_the_limit_are_refused(tmp_path: Path) -> None
             sent = server.push(link.node_id, 1)
             message = fetch(link)
             identify_process(message.metadata.run_id, link.node_id)
-            # Each record is an object; none of them is above the limit, all together are.
+            # Each record is an object below the limit; together they exceed it.
             content = RecordDict(
                 {f"part {n}": ArrayRecord([np.full(250_000, n, np.float32)]) for n in range(5)}
             )
@@ -360,14 +360,14 @@ def test_objects_of_a_reply_beyond_the_limit_are_refused(tmp_path: Path) -> None
                 link.send(Message(content, reply_to=message), 0.1)
             held = sum(map(len, stored(server.state).values()))
             assert held <= 3 << 20
-            # A second reply to the same message is not taken.
+            # A second reply to the same message is ignored.
             link.send(Message(content, reply_to=message), 0.1)
             assert sum(map(len, stored(server.state).values())) <= 3 << 20
         server.state.forget([sent])
 
 
 def stored(state: LinkState) -> dict[str, bytes]:
-    """Return the contents of all objects that are held."""
+    """Return the contents of all objects in the store."""
     return {key: content or b"" for key, content in state.objects._contents.items()}
 
 

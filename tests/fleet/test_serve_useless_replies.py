@@ -43,7 +43,7 @@ def keys_of(pem: bytes) -> Keys:
 
 
 def answer_as_device(address: str, key: bytes, partition: int, spoils: bool) -> None:
-    """Answer every message of a server; a device that spoils leaves after each, and comes back."""
+    """Answer a server's messages; a device that spoils leaves after each reply, and comes back."""
     keys = keys_of(key)
     app = pulled_app([np.ones(8)] * 2, change=spoiled if spoils else None)
     while True:
@@ -56,17 +56,17 @@ def answer_as_device(address: str, key: bytes, partition: int, spoils: bool) -> 
                 context = Context(1, link.node_id, {"partition-id": partition}, RecordDict(), {})
                 works = message.metadata.message_type == "train"
                 if works and not spoils:
-                    # As on a slow fleet.
+                    # Takes as long as on a slow fleet.
                     time.sleep(12)
                 link.send(app(message, context), 0.1)
                 if works and spoils:
                     break
-        # So that it is missed.
+        # Stays away long enough for the server to notice.
         time.sleep(1)
 
 
 def complain(address: str, key: bytes) -> None:
-    """Answer everything with a long error."""
+    """Answer every message with a long error."""
     with join(Endpoint(address, True), keys_of(key), StopSignal(), register=False) as link:
         while True:
             if (received := link.receive(0.5)) is not None:
@@ -120,7 +120,7 @@ def test_a_device_that_keeps_reconnecting_does_not_end_the_run(tmp_path: Path) -
                 device.kill()
                 device.join(20)
     rejected = [event for event in seen if isinstance(event, events.UpdateRejected)]
-    # It rests for 0, 1, 3, 7 and 15 seconds, however often it comes back.
+    # Its pauses are 0, 1, 3, 7 and 15 seconds, however often it comes back.
     assert 2 <= len(rejected) <= 7
     assert any(isinstance(event, events.UpdateApplied) for event in seen)
     assert isinstance(seen[-1], events.RunEnded)
