@@ -140,9 +140,8 @@ def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
     assert first.seq == strategy.progress.updates + 1
     assert restored.progress.updates >= 120
     assert not any(isinstance(event, events.UpdateRejected) for event in seen)
-    if isinstance(
-        strategy.scheduling, InRounds
-    ):  # Between rounds no work is in flight that could be lost.
+    # Between rounds no work is in flight that could be lost.
+    if isinstance(strategy.scheduling, InRounds):
         whole = method(parameters)
         run_on(whole, three_groups(), 120)
         for part in ("clusters", "state", "bases"):

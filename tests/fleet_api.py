@@ -20,12 +20,12 @@ from raceme.flower.fleet_protocol import Keys
 
 
 class FleetApi:
-    """A server for devices.
+    """The Fleet API of a server.
 
     Attributes
     ----------
     endpoint : Endpoint
-        Where it is.
+        Its address.
     """
 
     def __init__(self, address: str, state: LinkState) -> None:
@@ -33,13 +33,13 @@ class FleetApi:
         self._state = state
 
     def register(self, keys: Keys) -> int:
-        """Make a device's key known, as `flwr supernode register` does; return its node."""
+        """Register a device's key, like `flwr supernode register`; return its node."""
         return self._state.create_node("owner", "owner", public_key_to_bytes(keys[1]), 30)
 
 
 @contextmanager
 def fleet_api(registered_only: bool = True, address: str = "127.0.0.1:0") -> Iterator[FleetApi]:
-    """Serve devices, as a SuperLink with `--enable-supernode-auth` does or one without."""
+    """Serve devices, like a SuperLink with or without `--enable-supernode-auth`."""
     store = ObjectStoreFactory()
     states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), store)
     server = _run_fleet_api_grpc_rere(
@@ -48,7 +48,7 @@ def fleet_api(registered_only: bool = True, address: str = "127.0.0.1:0") -> Ite
         objectstore_factory=store,
         enable_supernode_auth=registered_only,
         certificates=None,
-        # A SuperLink has it with authentication and without.
+        # A SuperLink has this interceptor with and without authentication.
         interceptors=[NodeAuthServerInterceptor(states)],
     )
     try:

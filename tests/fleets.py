@@ -25,13 +25,13 @@ def pulled_app(
     change: Change | None = None,
     test_examples: Sequence[int] | None = None,
 ) -> ClientApp:
-    """An app whose clients move the model a step towards a target of their own.
+    """An app whose clients move the model a step towards their own targets.
 
-    Its accuracy is 1 at the target and falls with the distance; without targets a client returns
-    what it was sent. It states five test examples, or those given. Of several models it trains the
-    one nearest to its target, and with a mask only what that lets it. What a model scores is the
-    same on the data of every step; tested on several steps it is half as accurate on each as on the
-    one before. `change` may spoil the replies to training messages.
+    The accuracy is 1 at the target and decreases with the distance; without targets a client echoes
+    the model. A client reports five test examples, or the given number. Of several models it trains
+    the one nearest to its target, and with a mask only the unmasked weights. Scores do not depend
+    on the step of the data; when several steps are tested at once, the accuracy halves with each
+    step. `change` may spoil the replies to training messages.
     """
     app = ClientApp()
 
@@ -95,9 +95,9 @@ def pulled_app(
 
 
 def scores_of(content: RecordDict, wanted: np.ndarray | None, samples: int = 1) -> RecordDict:
-    """Return accuracies and losses of the received models, for as many steps as are named.
+    """Return accuracies and losses of the received models, for each requested step.
 
-    Where losses of samples are asked for, all samples have the same.
+    If losses of samples are requested, all samples have the same loss.
     """
     config = content["config"]
     several = several_of(content)
@@ -110,7 +110,7 @@ def scores_of(content: RecordDict, wanted: np.ndarray | None, samples: int = 1) 
 
 
 def stated(content: RecordDict, **numbers: np.ndarray | float) -> RecordDict:
-    """Return a reply with what a client of ten examples states of its data."""
+    """Return a reply with a client's statistics of its data, for ten examples."""
     metrics, arrays = {"num-examples": 10}, {}
     for name, value in numbers.items():
         (metrics if isinstance(value, float) else arrays)[name.replace("_", "-")] = value
@@ -144,12 +144,12 @@ def descriptors_of(content: RecordDict, wanted: np.ndarray | None) -> dict[str, 
 
 
 def gradient_of(content: RecordDict, wanted: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Return what points away from a client's target."""
+    """Return the gradient of a client's distance to its target."""
     return {"gradient": received(content, wanted)[0] - wanted_or_zeros(wanted)}
 
 
 def masses_of(content: RecordDict, wanted: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Assign a client's ten samples, of two classes, by how near models are to its target."""
+    """Divide a client's ten samples of two classes among models, by distance to its target."""
     far = [float(np.linalg.norm(flat - wanted_or_zeros(wanted))) for flat in several_of(content)]
     shares = np.exp(-np.array(far)) / np.exp(-np.array(far)).sum()
     return {"label_masses": shares[:, None] * np.array([4.0, 6.0])}
@@ -166,7 +166,7 @@ STATISTICS = {
 
 
 def tests_of(content: RecordDict, wanted: np.ndarray | None) -> RecordDict:
-    """Return the accuracy of each test that a message asks for."""
+    """Return the accuracy of each test that a message requests."""
     config, several = content["config"], several_of(content)
     found = []
     for step, index in zip(config["tested-steps"], config["tested-models"], strict=True):
@@ -178,12 +178,12 @@ def tests_of(content: RecordDict, wanted: np.ndarray | None) -> RecordDict:
 
 
 def echo_of(config: ConfigRecord) -> ConfigRecord:
-    """Return what a reply states of its message."""
+    """Return the fields of a message that its reply repeats."""
     return ConfigRecord({key: config[key] for key in ("task", "version", "step") if key in config})
 
 
 def received(content: RecordDict, wanted: np.ndarray | None) -> tuple[np.ndarray, int | None]:
-    """Return the model to train, and of several which it was."""
+    """Return the model to train, and its index if the message holds several."""
     if "arrays" in content:
         return read(content["arrays"]), None
     several = several_of(content)
@@ -218,7 +218,7 @@ def grid_of(
     partitions: Sequence[int] | None = None,
     cost: CostFunction = training_cost,
 ) -> VirtualGrid:
-    """A virtual grid with one node per device; partition and client are its number, or as said."""
+    """A virtual grid with a node per device, with the device's number as partition and client."""
     nodes = [
         Node(
             node_id=100 + index,

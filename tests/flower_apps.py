@@ -1,4 +1,4 @@
-"""Flower apps for tests: those in `quickstarts`, and small ones that a test writes."""
+"""Flower apps for tests: those in `quickstarts`, and small ones that tests write."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def evaluate(msg: Message, context: Context):
 
 
 def write_app(folder: Path, name: str, server: str, client: str = CLIENT) -> Path:
-    """Write an app whose `main` has a body; the name is that of its package.
+    """Write an app with the given body of `main`; the name is that of its package.
 
-    Tests of one process share the modules that they import: each app has a name of its own.
+    Tests in one process share imported modules, so each app needs its own name.
     """
     package = folder / name / name
     package.mkdir(parents=True)

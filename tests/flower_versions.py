@@ -2,8 +2,8 @@
 
 Makes an environment for each release (in ``--environments FOLDER``, kept if it is named), runs the
 scenarios of `SCENARIOS` in it, and one fleet whose nodes have all of the releases; prints a table,
-the one in ``docs/flower-users.md``. ``--nightly`` adds the newest nightly build of Flower, also
-alone: whether a release will work is known before it is out. ``--only`` selects scenarios by a part
+the one in ``docs/flower-users.md``. ``--nightly`` adds the newest nightly build of Flower, or tests
+it alone without releases, to find problems before a release. ``--only`` selects scenarios by a part
 of their names.
 """
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def environment(folder: Path, release: str) -> Path:
-    """Return the Python of an environment with a release of Flower; made if need be."""
+    """Return the Python of an environment with a release of Flower; create it if it is missing."""
     python = folder / "bin" / "python"
     if (folder / "bin" / "flower-supernode").exists():
         return python
@@ -89,7 +89,7 @@ def environment(folder: Path, release: str) -> Path:
     install = ("pip", "install", "--quiet", "--python", python)
     raceme = ("-e", f"{ROOT}[dev]")
     if release == NIGHTLY:
-        # Another distribution with the same package; what else it needs, Raceme's own needs too.
+        # The nightly build is another distribution of the same package; Raceme's dependencies stay.
         uv(*install, *raceme)
         uv("pip", "uninstall", "--quiet", "--python", python, "flwr")
         uv(*install, "flwr-nightly")
@@ -108,12 +108,12 @@ def version_of(python: Path) -> str:
 
 
 def number_of(release: str) -> tuple[float, ...]:
-    """Return a release as something that can be compared; a nightly build is the newest."""
+    """Return a release as a comparable tuple; a nightly build is the newest."""
     return (math.inf,) if release == NIGHTLY else tuple(map(int, release.split(".")))
 
 
 def works(python: Path, selection: Sequence[str]) -> bool:
-    """Return whether the tests of a scenario pass; what they print is shown if they do not."""
+    """Return whether the tests of a scenario pass; print their output if they fail."""
     command = [python, "-m", "pytest", "-n", "0", "-m", "slow or not slow", "--timeout", "900"]
     ended = subprocess.run(
         [*command, *selection], cwd=ROOT, env=surroundings(python), capture_output=True, text=True
@@ -124,7 +124,7 @@ def works(python: Path, selection: Sequence[str]) -> bool:
 
 
 def mixed_fleet(pythons: dict[str, Path]) -> bool:
-    """Return whether SuperNodes of all releases train for one server, which has the newest."""
+    """Return whether SuperNodes of all releases train for a server with the newest release."""
     newest = pythons[max(pythons, key=number_of)]
     count = len(pythons)
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
@@ -165,7 +165,7 @@ def mixed_fleet(pythons: dict[str, Path]) -> bool:
 
 
 def surroundings(python: Path) -> dict[str, str]:
-    """Return the environment variables of a process of one environment."""
+    """Return the environment variables for processes of an environment."""
     return {
         **os.environ,
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",

@@ -1,8 +1,8 @@
 """`raceme` commands in forked copies of one process that has imported everything, once.
 
-A line of JSON on standard input starts one: the files of its output and of its errors, its
-environment beyond this one's, and the arguments. Its process id is printed at once, and its exit
-code when it has ended.
+A line of JSON on standard input starts a command: the files for its output and errors, additional
+environment variables, and the arguments. Its process id is printed at once, and its exit code when
+it has ended.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Commands:
-    """The parent's side.
+    """The parent process's interface.
 
     Parameters
     ----------
     process : subprocess.Popen
-        Runs this file.
+        The process that runs this file.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -39,7 +39,7 @@ class Commands:
         errors: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> int:
-        """Start a command in the folder of the files that take what it writes; return its id."""
+        """Start a command in the folder of its output files; return its process id."""
         assert self._process.stdin
         self.end()
         output.touch()
@@ -56,7 +56,7 @@ class Commands:
         return code
 
     def end(self) -> None:
-        """Kill a command whose test has not waited for its end, such as one that timed out."""
+        """Kill a command that its test has not waited for, for example after a timeout."""
         if self._child is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._child, signal.SIGKILL)
@@ -70,9 +70,9 @@ class Commands:
     def typed(
         self, folder: Path, *arguments: str, site: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Type a command in a folder, in a terminal as wide as this process'.
+        """Run a command in a folder, with the terminal width of this process.
 
-        With `site`, what lies in this folder is installed.
+        With `site`, the packages in this folder can be imported.
         """
         own = {name: os.environ[name] for name in ("COLUMNS",) if name in os.environ}
         if site is not None:
@@ -92,7 +92,7 @@ class Commands:
 
 @contextmanager
 def commands() -> Iterator[Commands]:
-    """Offer the command line, without the time that it takes to start."""
+    """Provide the command line, without the time that it takes to start."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, __file__],
@@ -105,13 +105,13 @@ def commands() -> Iterator[Commands]:
     try:
         yield opened
     finally:
-        # Otherwise it would be waited for forever.
+        # Otherwise `communicate` would never return.
         opened.end()
         process.communicate()
 
 
 def _serve() -> None:
-    # What a run needs; nothing is calculated before the fork, so that there are no threads yet.
+    # Imports for a run; no computation happens before the fork, so that there are no threads yet.
     import raceme.client_app
     import raceme.runs.experiment  # noqa: F401
     from raceme.cli import main
@@ -120,7 +120,7 @@ def _serve() -> None:
         output, errors, environment, *arguments = json.loads(line)
         child = os.fork()
         if not child:
-            # As in a terminal, whatever the tests were started from.
+            # As in a terminal, even if the tests ignore SIGHUP.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.environ |= environment
             sys.path += filter(None, [environment.get("SITE")])

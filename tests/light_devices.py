@@ -38,11 +38,11 @@ class Behaviour:
     Attributes
     ----------
     training_seconds : float
-        Seconds of work on a training message, more or less.
+        Approximate seconds of work on a training message.
     online_seconds : float
         Mean time until a device leaves and comes back as a new node.
     accuracy : float
-        Accuracy that a device states for every model.
+        Accuracy that a device reports for every model.
     update_std : float
         Standard deviation of an update in each weight; 0: a device returns the received model.
     uses_versions : bool
@@ -123,7 +123,7 @@ def _run_device(
     behaviour: Behaviour,
     log: Callable[[str], None],
 ) -> None:
-    """Join, and join again after each error, until stopped."""
+    """Join, and rejoin after each error, until stopped."""
     while not stop.is_set():
         try:
             own = keys or generate_keys()

@@ -11,6 +11,6 @@ from raceme.core.errors import JsonFormatter
 
 
 def lines_with(caplog: pytest.LogCaptureFixture, part: str) -> list[dict[str, Any]]:
-    """Return the fields of all lines whose message has a part."""
+    """Return the fields of all lines whose message contains a text."""
     lines = map(json.loads, map(JsonFormatter().format, caplog.records))
     return [line for line in lines if part in line["message"]]

@@ -1,4 +1,4 @@
-"""The whole suite on every supported Python, with the lowest and the highest dependencies.
+"""Run all tests on every supported Python, with the lowest and the highest dependencies.
 
 ``python -m tests.matrix`` makes an environment for each combination with uv, in ``--environments
 FOLDER`` (kept if it is named), runs the tests in it, and prints a table, the one in
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def environment(folder: Path, python: str, how: str, more: Sequence[str]) -> Path:
-    """Return the interpreter of an environment; made if need be."""
+    """Return the interpreter of an environment; create it if it is missing."""
     interpreter = folder / "bin" / "python"
     if interpreter.exists():
         return interpreter

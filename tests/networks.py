@@ -1,4 +1,4 @@
-"""Networks that tests name as a user would: ``module:function``."""
+"""Networks that tests refer to as a user would: ``module:function``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raceme.datasets.source import import_datasets
 
 
 def batch_norm_only(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Batch normalisation and nothing else: its outputs are the scores."""
+    """Batch normalisation only; its outputs are the scores."""
     return nn.BatchNorm1d(num_classes)
 
 
@@ -36,7 +36,7 @@ def resnet18(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 class Choosing(nn.Module):
-    """A linear layer of inputs whose sign depends on their sum: no two clients may be stacked."""
+    """A linear layer with data-dependent control flow, which prevents stacking."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A stand-in for a GPU: tensors that say they are elsewhere, and refuse to meet those of the CPU.
+"""A stand-in for a GPU: tensors that claim to be in its memory, and reject those of the CPU.
 
-Where there is no GPU, this shows what a GPU would do to Raceme's training: an operation on tensors
-of both memories is an error there, and nothing of a GPU's memory is readable without a copy. The
-numbers are computed by the CPU. What it cannot show is a GPU's arithmetic, speed and drivers.
+It checks without a GPU that Raceme's training moves data correctly: operations on tensors of both
+memories are errors, and a GPU's tensors cannot be read without a copy. The CPU computes the
+numbers. A GPU's arithmetic, speed and drivers are not covered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLACE = torch.device("meta")
 
 
 class Elsewhere(Tensor):
-    """A tensor that says it is in a GPU's memory; the numbers are in `inner`."""
+    """A tensor that claims to be in a GPU's memory; the numbers are in `inner`."""
 
     inner: Tensor
 
@@ -56,7 +56,7 @@ class Elsewhere(Tensor):
 
 
 def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do an operation on the CPU, if all of its tensors are in one memory."""
+    """Compute an operation on the CPU, if all of its tensors are in the same memory."""
     tensors: list[Tensor] = []
     tree_map(lambda a: tensors.append(a) if isinstance(a, Tensor) else None, (args, kwargs))
     there = any(isinstance(tensor, Elsewhere) for tensor in tensors)
@@ -73,7 +73,7 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     copies = function in (torch.ops.aten.copy_.default, torch.ops.aten.index_put_.default)
     if there and not copies:
         for tensor in tensors:
-            # Numbers, and positions of few elements, are let through by GPUs.
+            # GPUs accept scalars of the CPU.
             if not isinstance(tensor, Elsewhere) and tensor.dim():
                 raise RuntimeError(f"{function}: tensors are in the CPU's memory and a GPU's")
     inside = tree_map(lambda a: a.inner if isinstance(a, Elsewhere) else a, (args, kwargs))
@@ -96,10 +96,10 @@ class _Gpu(TorchDispatchMode):
 
 @contextmanager
 def gpu() -> Iterator[None]:
-    """Let ``meta`` be a place, with tensors of its own."""
+    """Use ``meta`` as the GPU, with its own tensor class."""
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
-        # Wrapped tensors know no inference mode.
+        # Wrapped tensors do not support inference mode.
         with patch.object(torch, "inference_mode", torch.no_grad), _Gpu():
             yield
     finally:

@@ -1,4 +1,4 @@
-"""A bench on which a dispatch policy is told what happens to its clients; and runs of it."""
+"""A bench that tells a scheduler what happens to its clients; and runs with one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raceme.strategies import Plan
 
 
 class Bench:
-    """Clients c0, c1, … that are all idle, and a policy that is told what happens to them."""
+    """Clients c0, c1, … that are all idle, and a scheduler that is told what happens to them."""
 
     def __init__(self, policy: Scheduler, clients: int) -> None:
         self.policy = policy
@@ -28,11 +28,11 @@ class Bench:
             self.idle.add(client)
 
     def selection_context(self, now: float, greeting: bool = False) -> SelectionContext:
-        """Return what the policy is told when it chooses."""
+        """Return the context in which the scheduler selects clients."""
         return SelectionContext(now, self.fleet, self.idle, np.random.default_rng(0), greeting)
 
     def work(self, now: float, greeting: bool = False, kind: str = TRAIN) -> list[str]:
-        """Give the chosen clients their work; return who they are."""
+        """Give the selected clients their work; return their names."""
         chosen = self.policy.choose(self.selection_context(now, greeting))
         for client in chosen:
             name = client.client_id
@@ -49,14 +49,14 @@ class Bench:
     def answer(
         self, client: str, now: float, task: InFlight | None = None, train_loss: float = 0.0
     ) -> list[str]:
-        """Let a client answer; return whose updates are released."""
+        """Let a client answer; return the clients of released updates."""
         update = Update(task or self.tasks[client], np.zeros(1, np.float32), 10, train_loss)
         released = self.policy.accept(update, now)
         self.idle.add(client)
         return [one.task.client for one in released]
 
     def wake(self, now: float) -> tuple[list[str], list[str]]:
-        """Wake the policy; return whose tasks are given up, and whose updates are released."""
+        """Wake the scheduler; return the clients of cancelled tasks and of released updates."""
         numbers, released = self.policy.wake(now)
         updates = list(released)
         late = [name for name, task in self.tasks.items() if task.number in numbers]
@@ -66,13 +66,13 @@ class Bench:
         return late, [one.task.client for one in updates]
 
     def leave(self, client: str, now: float) -> list[str]:
-        """Take a client offline; return whose updates are released."""
+        """Take a client offline; return the clients of released updates."""
         self.fleet.clients[client].node_id = None
         self.idle.remove(client)
         return [one.task.client for one in self.policy.left(client, now)]
 
     def come_back(self, client: str, now: float) -> None:
-        """Bring it back; what it was working on is lost."""
+        """Bring a client back online; its work is lost."""
         self.fleet.clients[client].node_id = 99
         self.policy.joined(client)
         assert not self.policy.lost(self.tasks[client], now)
@@ -80,7 +80,7 @@ class Bench:
 
 
 def run(strategy: Method, devices: list[Device], updates: int, **plan: float) -> list[events.Event]:
-    """Run a method on clients that do the same work, and return what it reports."""
+    """Run a method on clients that all do the same work, and return its events."""
     seen: list[events.Event] = []
     limits = Plan(eval_every=1000, **plan)  # type: ignore[arg-type]
     strategy.run(grid_of(pulled_app(), devices), MODEL, updates, plan=limits, observe=seen.append)
@@ -88,7 +88,7 @@ def run(strategy: Method, devices: list[Device], updates: int, **plan: float) ->
 
 
 def updates_of(seen: list[events.Event]) -> list[tuple[float, str, float]]:
-    """Return when the work of each update was given out, to whom, and when it was back."""
+    """Return start, client and end of the work of each update."""
     return [
         (e.dispatched_at, e.client, e.time) for e in seen if isinstance(e, events.UpdateApplied)
     ]

@@ -18,7 +18,7 @@ app = ClientApp()
 
 @app.query("echo")
 def echo(message: Message, context: Context) -> Message:
-    """Send back what came, and who answers."""
+    """Echo the content, with the id of the answering process."""
     content = message.content
     content["who"] = ConfigRecord({**context.node_config, "run": context.run_config["name"]})
     return Message(content, reply_to=message)
@@ -36,7 +36,7 @@ def double(message: Message, context: Context) -> Message:
 
 @app.query("count")
 def count(message: Message, context: Context) -> Message:
-    """Count messages in the client's state, and what `step` sums up to."""
+    """Count messages in the client's state, and sum up `step`."""
     state = context.state.metric_records.get("seen", MetricRecord({"n": 0, "sum": 0}))
     step = int(message.content["config"]["step"])
     state = MetricRecord({"n": state["n"] + 1, "sum": 10 * state["sum"] + step})
@@ -46,7 +46,7 @@ def count(message: Message, context: Context) -> Message:
 
 @app.query("tidy")
 def tidy(message: Message, context: Context) -> Message:
-    """Leave something to do for the end of the process, as a lock of `multiprocessing` does."""
+    """Register work for the end of the process, as a lock of `multiprocessing` does."""
     mark = Path(str(message.content["config"]["mark"]))
     Finalize(None, mark.touch, exitpriority=1)
     return Message(RecordDict(), reply_to=message)
@@ -54,7 +54,7 @@ def tidy(message: Message, context: Context) -> Message:
 
 @app.query("delegate")
 def delegate(message: Message, context: Context) -> Message:
-    """Let a process of its own do the work, as a DataLoader with workers does."""
+    """Let a child process do the work, like a DataLoader with workers."""
     touch = Path(str(message.content["config"]["mark"])).touch
     process = multiprocessing.Process(target=touch, daemon=True)
     process.start()
@@ -71,13 +71,13 @@ def fail(message: Message, context: Context) -> Message:
 
 @app.query("die")
 def die(message: Message, context: Context) -> Message:
-    """End the process without a word."""
+    """Kill the process."""
     os._exit(7)
 
 
 @app.query("stumble")
 def stumble(message: Message, context: Context) -> Message:
-    """End the process the first time, and answer the second time."""
+    """Kill the process the first time, and answer the second time."""
     mark = Path(str(message.content["config"]["mark"]))
     if not mark.exists():
         mark.touch()
@@ -87,14 +87,14 @@ def stumble(message: Message, context: Context) -> Message:
 
 def with_dropout(input_shape: tuple[int, ...], num_classes: int) -> object:
     """Build a network with random numbers in it."""
-    # torch takes long to import, and the apps have no use for it.
+    # Imported here, since torch takes long to import and the apps do not use it.
     from torch import nn
 
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, num_classes))
 
 
 def __getattr__(name: str) -> ClientApp:
-    """End the process of whoever looks for `vanishing`."""
+    """End any process that looks up `vanishing`."""
     if name == "vanishing":
         os._exit(3)
     raise AttributeError(name)

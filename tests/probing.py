@@ -1,4 +1,4 @@
-"""Panicle's clients and their probes, one by one."""
+"""Panicle's clients and their single probes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EAST, NORTH, WEST = (4.0, 0.2), (0.2, 4.0), (-4.0, 0.1)
 
 
 def fleet(count: int, **options: object) -> Panicle:
-    """A method with so many clients and a model of two zeros."""
+    """A strategy with some clients and a model of two zeros."""
     strategy = with_clients(Panicle(PanicleParameters(**options)), count)
     strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(count + 3)}
     strategy.restored()
@@ -33,7 +33,7 @@ def probe(strategy: Panicle, client: str, *values: float, examples: int = 10) ->
 
 
 def probed(directions: dict[str, tuple[float, float]], **options: object) -> Panicle:
-    """A method whose clients have answered two probes each."""
+    """A strategy whose clients have answered two probes each."""
     strategy = fleet(len(directions), **options)
     for _ in range(2):
         for client, direction in directions.items():
@@ -42,13 +42,13 @@ def probed(directions: dict[str, tuple[float, float]], **options: object) -> Pan
 
 
 def two_groups(**options: object) -> Panicle:
-    """Three clients that go east, and three that go north."""
+    """Three clients in the direction east, and three in the direction north."""
     east = {f"c{i}": EAST for i in range(3)}
     return probed(east | {f"c{i}": NORTH for i in range(3, 6)}, **options)
 
 
 def partition_of(strategy: Panicle) -> list[list[str]]:
-    """Return who is together with whom."""
+    """Return the clusters as lists of clients."""
     together: dict[int | None, list[str]] = {}
     for client, home in homes(strategy).items():
         together.setdefault(home, []).append(client)

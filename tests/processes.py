@@ -27,7 +27,7 @@ _RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 
 @dataclass
 class Process:
-    """A child process and what it has written so far."""
+    """A child process and its output so far."""
 
     name: str
     handle: subprocess.Popen[bytes]
@@ -73,14 +73,14 @@ class Process:
             except subprocess.TimeoutExpired:
                 self.handle.kill()
                 self.handle.wait()
-        # The group of a process that was started in a session of its own.
+        # Other processes of its process group, if it started its own session.
         with suppress(ProcessLookupError):
             os.killpg(self.handle.pid, signal.SIGKILL)
 
 
 @dataclass
 class Loopback:
-    """Processes with one home, stopped together."""
+    """Processes with a common home folder, stopped together."""
 
     home: Path
     stack: ExitStack
@@ -91,12 +91,12 @@ class Loopback:
 
     @property
     def fleet_address(self) -> str:
-        """Where devices connect: `raceme serve`, or a SuperLink of this environment's Flower."""
+        """Address for devices, of `raceme serve` or of a SuperLink of the installed Flower."""
         return f"127.0.0.1:{self.fleet_port}"
 
     @property
     def http_address(self) -> str:
-        """Where the same is spoken over HTTP."""
+        """Address of the same API over HTTP."""
         return f"127.0.0.1:{self.http_port}"
 
     def start(self, name: str, command: Sequence[str]) -> Process:
@@ -130,14 +130,14 @@ class Loopback:
         }
 
     def superlink(self, *options: str, secure: bool = False) -> Process:
-        """Start a SuperLink; again on the same ports if there was one."""
+        """Start a SuperLink; a second one uses the same ports."""
         self.http_port = self.http_port or free_port()
         command = ["flower-superlink", "--port", str(self.http_port)]
         if FLOWER < (1, 40):
             self.fleet_port = self.fleet_port or free_port()
             command += ["--fleet-api-type", "grpc-rere", "--fleet-api-address", self.fleet_address]
         else:
-            # One port for everything, over HTTP.
+            # A single port for all APIs, over HTTP.
             self.fleet_port = self.http_port
         self._write_connection(secure)
         process = self.start("superlink", [*command, *(options or ("--insecure",))])
@@ -162,7 +162,7 @@ class Loopback:
         return folder
 
     def register(self, device: str) -> None:
-        """Let a device in whose key is in the folder of the keys."""
+        """Register a device whose key is in the folder of the keys."""
         key = f"{self.home}/certs/devices/{device}.pub"
         assert self.flwr("supernode", "register", key, "here").wait() == 0
 
@@ -192,7 +192,7 @@ class Loopback:
 
 @contextmanager
 def loopback(home: Path) -> Iterator[Loopback]:
-    """Offer a place to start processes, which all end with the block, whatever happens."""
+    """Yield a place to start processes, which all end with the block."""
     with ExitStack() as stack:
         yield Loopback(home, stack)
 
@@ -206,10 +206,10 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 def as_in_a_terminal(command: Sequence[str]) -> list[str]:
-    """Let Ctrl-C be heard: what is started in the background of a script is made deaf to it.
+    """Make a command react to Ctrl-C, which background processes of a script ignore.
 
-    A process does it that becomes the command. Done in a fork of this one, it would end where gRPC
-    is in use here.
+    A Python process resets the signal and then executes the command. A `preexec_fn` in a fork of
+    this process could hang where gRPC is in use.
     """
     return [sys.executable, "-I", "-S", "-c", _HEARING, *command]
 
@@ -221,7 +221,7 @@ def raceme(*arguments: str) -> list[str]:
 def wait_until(
     condition: Callable[[], Found | None], seconds: float, describe: Callable[[], str] = str
 ) -> Found:
-    """Poll a condition; other processes' progress cannot be waited for in another way."""
+    """Poll a condition, such as the progress of another process."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -242,7 +242,7 @@ def resident_memory(process_id: int) -> int:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on and no later connection is given."""
+    """Return a port that nothing listens on and that no later connection uses."""
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

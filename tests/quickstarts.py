@@ -1,6 +1,6 @@
-"""Flower apps as their users write them, after the quickstarts: PyTorch, scikit-learn, numpy.
+"""Flower apps after Flower's quickstarts: PyTorch, scikit-learn, numpy.
 
-None of them knows anything of Raceme. Clients of even and of odd partitions have different labels.
+They do not use Raceme. Clients of even and of odd partitions have different labels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLASSES, INPUTS = 4, 6
 
 
 def samples(context: Context, count: int = 40) -> tuple[np.ndarray, np.ndarray]:
-    """A client's samples: clouds around centres of classes, which odd partitions call otherwise."""
+    """A client's samples: clouds around class centres; odd partitions permute the labels."""
     partition = int(context.node_config["partition-id"])
     rng = np.random.default_rng([7, partition])
     centres = np.random.default_rng(1).normal(size=(CLASSES, INPUTS)) * 2
@@ -33,7 +33,7 @@ def samples(context: Context, count: int = 40) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Net(nn.Module):
-    """A small network with batch normalisation, whose buffers have whole numbers among them."""
+    """A small network with batch normalisation, whose buffers include integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def initial_net() -> ArrayRecord:
 
 
 def torch_app(mods: list | None = None) -> ClientApp:
-    """Flower's quickstart-pytorch."""
+    """The app of Flower's quickstart-pytorch."""
     app = ClientApp(mods=mods)
 
     @app.train()
@@ -93,7 +93,7 @@ def torch_app(mods: list | None = None) -> ClientApp:
 
 
 def initial_regression() -> ArrayRecord:
-    """Coefficients of scikit-learn's model, float64, under numbers."""
+    """Coefficients of scikit-learn's model, float64, named by numbers."""
     return ArrayRecord([np.zeros((CLASSES, INPUTS)), np.zeros(CLASSES)])
 
 
@@ -105,7 +105,7 @@ def _regression(msg: Message) -> LogisticRegression:
 
 
 def sklearn_app() -> ClientApp:
-    """Flower's sklearn-logreg-mnist."""
+    """The app of Flower's sklearn-logreg-mnist."""
     app = ClientApp()
 
     @app.train()
@@ -136,7 +136,7 @@ def initial_numpy() -> ArrayRecord:
 
 
 def numpy_app(spoil: Callable[[Message, Context], None] | None = None) -> ClientApp:
-    """Flower's quickstart-numpy: a model that is an array, and nothing but its distance to tell."""
+    """The app of Flower's quickstart-numpy: the model is an array, and the metric its distance."""
     app = ClientApp()
 
     @app.train()
@@ -166,7 +166,7 @@ CONFIG = ConfigRecord({"lr": 0.1})
 
 
 def load_net(arrays: ArrayRecord) -> Net:
-    """What users do with a result; fails on names or shapes that are not the network's."""
+    """Load a result as users do; fails on names or shapes that differ from the network's."""
     net = Net()
     net.load_state_dict(OrderedDict(arrays.to_torch_state_dict()))
     return net

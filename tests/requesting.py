@@ -1,4 +1,4 @@
-"""A method whose clients request work, and clients whose losses follow their data's steps."""
+"""A method whose clients request work, and clients whose losses depend on the data's step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def asking(requests: str, seconds: float = 10.0, **options: float) -> OnRequest:
 
 
 class Asks(FedAsync):
-    """FedAsync with clients that ask for work, or look at their losses first."""
+    """FedAsync with clients that request work, or measure their losses first."""
 
     def __init__(self, dispatch: OnRequest, seed: int = 0) -> None:
         self._asked = dispatch
@@ -47,7 +47,7 @@ class Asks(FedAsync):
 
 
 def drifting_app(rise: Sequence[float]) -> ClientApp:
-    """An app whose clients return what they are sent, and lose so much at each step of data."""
+    """An app whose clients echo the model, and have a given loss at each step of the data."""
     app, plain_app = ClientApp(), pulled_app()
 
     @app.query()

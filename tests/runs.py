@@ -27,7 +27,7 @@ def run(
     timeout: float = 3600.0,
     **plan: float | None,
 ) -> list[events.Event]:
-    """Run a strategy and return all that it reports."""
+    """Run a strategy and return all events."""
     seen: list[events.Event] = []
     strategy.run(grid, MODEL, num_rounds, timeout=timeout, plan=Plan(**plan), observe=seen.append)
     assert isinstance(seen[-1], events.RunEnded)
@@ -35,5 +35,5 @@ def run(
 
 
 def half() -> FedAsync:
-    """FedAsync that always takes half of the client's model."""
+    """FedAsync with the constant weight 1/2."""
     return FedAsync(FedAsyncParameters(alpha=0.5, decay="constant"))

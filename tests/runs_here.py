@@ -1,4 +1,4 @@
-"""Runs of a comparison in the process of the test: those of their own import everything again."""
+"""Runs of a comparison in the test's process, which saves the imports of new processes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ APP = App("tests/none", "1.0.0", b"a bundle")
 
 @dataclass
 class Server:
-    """A served grid, and where devices reach it."""
+    """A served grid, and its address for devices."""
 
     grid: ServedGrid
     state: LinkState
@@ -47,7 +47,7 @@ class Server:
         return message_id
 
     def wait(self, *message_ids: str) -> list[Message]:
-        """Wait for replies as a strategy does: until there are some."""
+        """Wait for the next replies, like a strategy."""
         deadline = self.grid.now() + 30
         while not (replies := self.grid.wait(message_ids, deadline)):
             self.grid.get_node_ids()
@@ -69,7 +69,7 @@ def serving(
     holder: Callable[[bytes], str] = lambda _key: "",
     latency: float = LATENCY,
 ) -> Iterator[Server]:
-    """Serve a grid; with what another has saved it goes on from there."""
+    """Serve a grid, optionally from the saved state of another one."""
     address, http = f"127.0.0.1:{port or free_port()}", f"127.0.0.1:{free_port()}"
     state = LinkState(APP)
     state.reconnect = reconnect
@@ -98,7 +98,7 @@ def light_device(
 
 
 def fetch(link: Link, patience: float = 10.0) -> Message:
-    """Fetch the next message of a node."""
+    """Fetch a node's next message."""
     received = link.receive(patience)
     assert received is not None, "there is no message"
     return received[1]()
@@ -111,7 +111,7 @@ def answer(link: Link, message: Message) -> None:
 
 
 def number_of(message: Message) -> int:
-    """Return the number that a message or a reply carries."""
+    """Return the number in a message or reply."""
     number = message.content["config"]["number"]
     assert isinstance(number, int)
     return number
@@ -126,7 +126,7 @@ def round_trip(server: Server, link: Link, number: int) -> None:
 
 @dataclass
 class Later:
-    """Something done in a thread; its result is waited for."""
+    """A function that runs in a thread, with a result to wait for."""
 
     work: Callable[[], object]
     result: object = None

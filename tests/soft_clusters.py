@@ -1,4 +1,4 @@
-"""A sketch in the manner of CDFL: clients ask when they like, and belong to several clusters."""
+"""A method similar to CDFL: clients request work, and belong to several clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SoftState:
 
 
 class SoftClusters(Method):
-    """Serves each client a mixture of K models, and mixes its update into those that it is of."""
+    """Serves each client a mixture of K models, and mixes its update into its clusters."""
 
     state_type = SoftState
     state: SoftState

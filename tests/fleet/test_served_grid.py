@@ -1,4 +1,4 @@
-"""A grid in the process of its Fleet API: messages, nodes, and restarts."""
+"""A grid in the same process as its Fleet API: messages, nodes, and restarts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from raceme.runs.checkpoints import read_tree, write_tree
 
 @pytest.fixture
 def devices() -> Iterator[ExitStack]:
-    """Devices that outlive a server."""
+    """Devices that stay online while a server restarts."""
     with ExitStack() as stack:
         yield stack
 
 
 def saved(server: Server, folder: Path) -> Any:
-    """Return what a server saves, as a checkpoint's file gives it back."""
+    """Return a server's state after a round trip through a checkpoint file."""
     write_tree(folder / "tree.safetensors", server.grid.state_dict(), {})
     return read_tree(folder / "tree.safetensors")[0]
 
@@ -66,7 +66,7 @@ def test_a_message_and_its_reply_arrive_as_they_were_sent(tmp_path: Path) -> Non
         assert [reply.metadata.reply_to_message_id for reply in replies] == sent
         assert [number_of(reply) for reply in replies] == [7, 8]
         assert (replies[0].content["arrays"].to_numpy_ndarrays()[0] == 7).all()
-        # Nothing of it is kept.
+        # No part of the messages is kept.
         assert len(server.state.objects) == 0
         assert not server.state.heads
         assert not server.state.reply_heads
@@ -75,7 +75,7 @@ def test_a_message_and_its_reply_arrive_as_they_were_sent(tmp_path: Path) -> Non
 def test_of_many_replies_those_that_came_first_are_handed_out_first_and_the_others_next(
     tmp_path: Path,
 ) -> None:
-    """Work is given once all replies of a call have been acted on: many would keep some waiting."""
+    """Work follows when a call's replies are processed, so a call returns a limited number."""
     with serving(tmp_path) as server, light_device(server) as link:
         sent = [server.push(link.node_id, number) for number in range(20)]
         for _ in sent:
@@ -85,7 +85,7 @@ def test_of_many_replies_those_that_came_first_are_handed_out_first_and_the_othe
             replies = server.wait(*sent[::-1])
             calls.append([number_of(reply) for reply in replies])
         assert calls == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
-        # Flower's own call has no next one.
+        # Flower's own method returns all of them at once.
         more = [server.push(link.node_id, number) for number in range(10)]
         for _ in more:
             answer(link, fetch(link))
@@ -93,7 +93,7 @@ def test_of_many_replies_those_that_came_first_are_handed_out_first_and_the_othe
 
 
 def test_nodes_may_join_while_nodes_are_listed() -> None:
-    """The loop of the server looks, and that of the Fleet API lets nodes in: two threads."""
+    """The server's loop lists nodes while the Fleet API adds some in another thread."""
     state, interval = LinkState(APP), sys.getswitchinterval()
 
     def come() -> int:
@@ -154,7 +154,7 @@ def test_a_device_waits_at_the_server_until_there_is_work(
         waiting: list[Later] = []
         monkeypatch.setattr(server.state, "next_head", noted)
         assert number_of(fetch(link)) == 5
-        # Once when it came and once when there was something, not again and again.
+        # The device called once when it joined and once for the message; it did not poll.
         assert len(asked) <= 2
         waiting[0].wait()
         assert not link.waited
@@ -180,7 +180,7 @@ def test_work_for_several_devices_at_once_wakes_all_that_wait(
         monkeypatch.setattr(server.state, "next_head", noted)
         fetching = [Later(partial(fetch, link)) for link in links]
         assert all_wait.wait(10)
-        # The Fleet API, which needs the lock for the first, comes to the others when all are there.
+        # The lock delays the Fleet API at the first message until all of them are there.
         with server.state.lock:
             for number, link in enumerate(links):
                 server.push(link.node_id, number)
@@ -190,11 +190,11 @@ def test_work_for_several_devices_at_once_wakes_all_that_wait(
 def test_a_message_whose_way_to_the_device_failed_is_handed_out_again(tmp_path: Path) -> None:
     with serving(tmp_path) as server, light_device(server) as link:
         message_id = server.push(link.node_id, 4)
-        # The answer to a call gets lost on its way to the device.
+        # The response is lost on its way to the device.
         assert server.state.next_for(link.node_id, "") is not None
         message = fetch(link)
         assert number_of(message) == 4
-        # Now it has it, and works on it.
+        # The device has received the message, and works on it.
         assert link.receive() is None
         answer(link, message)
         assert number_of(server.wait(message_id)[0]) == 4
@@ -220,7 +220,7 @@ def test_the_messages_of_a_node_that_leaves_are_answered_with_an_error(tmp_path:
             answer(link, fetch(link))
             fetch(link)
         replies = {reply.metadata.reply_to_message_id: reply for reply in server.wait(done, undone)}
-        # What it had answered before counts.
+        # The reply before the restart counts.
         assert number_of(replies[done]) == 1
         if undone not in replies:
             replies |= {undone: server.wait(undone)[0]}
@@ -237,7 +237,7 @@ def test_a_registered_device_that_restarts_loses_its_work(tmp_path: Path) -> Non
             device = stack.enter_context(light_device(server, keys))
             fetched, waiting = (server.push(device.node_id, number) for number in (1, 2))
             fetch(device)
-            # It goes offline and comes back before anybody has noticed.
+            # The device leaves and rejoins before the server has noticed its absence.
             server.state.deactivate(device.node_id)
             server.state.greet(device.node_id)
             session = server.state._sessions[device.node_id]
@@ -272,7 +272,7 @@ def test_the_clock_stands_until_there_are_enough_clients(tmp_path: Path) -> None
         waiting = Later(lambda: server.grid.wait([], 0.0))
         assert list(server.grid.get_node_ids()) == []
         assert server.grid.now() == 0
-        # Nothing but the arrival of a second node ends the wait.
+        # Only the arrival of a second node ends the wait.
         with light_device(server) as second:
             assert waiting.wait() == []
             assert set(server.grid.get_node_ids()) == {first.node_id, second.node_id}
@@ -295,11 +295,11 @@ def test_open_messages_and_nodes_survive_a_restart(tmp_path: Path, devices: Exit
         assert server.grid.keeps_messages
         assert set(server.grid.get_node_ids()) == {link.node_id for link in links}
         assert server.grid.now() >= tree["time"]
-        # A message to one of Raceme's devices is whole before the device has called again.
+        # For Raceme's devices a message is stored whole, not as objects.
         soon = server.push(links[1].node_id, 9)
         assert soon not in server.state.objects
         server.grid.forget([soon])
-        # What was there, what is still being worked on, and what was not fetched.
+        # A stored reply, a task in progress, and a message that was not fetched.
         assert number_of(server.wait(fetched, waiting, answered)[0]) == 2
         answer(links[0], message)
         assert number_of(server.wait(fetched, waiting)[0]) == 0
@@ -331,7 +331,7 @@ def test_replies_since_the_checkpoint_are_there_after_a_crash_and_others_are_not
         message = fetch(link)
         tree = saved(server, tmp_path)
         answer(link, message)
-        # The strategy has acted on it, and given more work, when the process dies.
+        # The strategy processes the reply and sends new work; then the process dies.
         assert number_of(server.wait(known)[0]) == 1
         unknown = server.push(link.node_id, 2)
         later = fetch(link)
@@ -344,7 +344,7 @@ def test_replies_since_the_checkpoint_are_there_after_a_crash_and_others_are_not
         assert all(reply.has_error() for reply in server.grid.pull_messages([unknown]))
         round_trip(server, link, 3)
         devices.close()
-    # A second crash before there is another checkpoint.
+    # A second crash before the next checkpoint.
     with serving(tmp_path / "journal", port, saved=tree) as server:
         assert number_of(server.wait(known)[0]) == 1
 
@@ -354,12 +354,12 @@ def test_registered_devices_stay_their_nodes_from_the_first_checkpoint_on(tmp_pa
     state = LinkState(APP)
     address = f"127.0.0.1:{free_port()}"
     with FleetApi(state, address, registered=lambda: dict.fromkeys(keys[:2], "")) as api:
-        # Saved before anybody can connect.
+        # Saved before any device can connect.
         grid = ServedGrid(state, tmp_path / "journal", api.start)
         tree = grid.state_dict()
         grid.close()
     nodes = {key: state.node_of(key) for key in keys[:2]}
-    # One is shut out meanwhile, and another let in.
+    # In the meantime one key is removed and another one added.
     with serving(
         tmp_path / "journal", registered=lambda: dict.fromkeys(keys[1:], ""), saved=tree
     ) as server:
@@ -382,7 +382,7 @@ def test_entries_come_back_in_order_from_a_file_on(tmp_path: Path) -> None:
     second = journal.begin()
     journal.append(entries[1])
     journal.append(entries[2])
-    # As after a crash: nothing was closed.
+    # Nothing was closed, as after a crash.
     again = Journal(tmp_path / "new")
     assert list(again.read(first)) == entries
     assert list(again.read(second)) == entries[1:]

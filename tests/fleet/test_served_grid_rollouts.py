@@ -1,4 +1,4 @@
-"""Devices get new model versions over gRPC, with light devices in this process."""
+"""New model versions for devices over gRPC, with light devices."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ BEHAVIOURS = ("trains", "spoils", "is broken")
 
 
 class Devices:
-    """Devices whose applications have the model that they were given last.
+    """Devices whose applications use the last model version that they received.
 
-    They are threads of one process: whose messages a process makes is a fact of the process.
+    They run in a process of their own, because the source of messages is a global of the process.
 
     Attributes
     ----------
@@ -58,13 +58,13 @@ class Devices:
         self._behaviour.value = BEHAVIOURS.index(behaviour)
 
     def used(self, number: int) -> list[tuple[int, float]]:
-        """Return the versions that a device was given, each with the mean of its weights."""
+        """Return the versions that a device has received, each with the mean of its weights."""
         file = self._folder / f"used-{number}"
         lines = file.read_text().splitlines() if file.is_file() else []
         return [(int(version), float(mean)) for version, mean in map(str.split, lines)]
 
     def have(self, version: int) -> bool:
-        """Return whether all have a version."""
+        """Return whether all devices have a version."""
         return all(self.used(k) and self.used(k)[-1][0] == version for k in range(NUMBER))
 
     def kill(self) -> None:
@@ -73,7 +73,7 @@ class Devices:
 
 
 def answer_all(address: str, folder: Path, behaviour: Any) -> None:
-    """Answer as all devices, in a process of their own."""
+    """Answer as all devices, in a separate process."""
     sending = threading.Lock()
     threads = [
         threading.Thread(
@@ -90,14 +90,14 @@ def answer_all(address: str, folder: Path, behaviour: Any) -> None:
 def answer_as_device(
     address: str, number: int, folder: Path, behaviour: Any, sending: threading.Lock
 ) -> None:
-    """Answer every message of a server as one device, which notes the versions that it uses.
+    """Answer a server's messages as one device, and record the versions that it uses.
 
     Parameters
     ----------
     behaviour : Value
         Place in `BEHAVIOURS`.
     sending : Lock
-        Held while a reply is made and sent: messages of a process are those of one node at a time.
+        Held while a reply is made and sent, as a process has one source node at a time.
     """
 
     def spoil(reply: Message, _number: int) -> Message:
@@ -135,7 +135,7 @@ def answer_as_device(
 
 @dataclass
 class Run:
-    """A run with rollouts, in a thread; functions are called between two of its events."""
+    """A run with rollouts in a thread, into which functions can be injected between events."""
 
     server: Server
     rollouts: Rollouts
@@ -175,7 +175,7 @@ class Run:
 def running(
     folder: Path, *, evaluate: int = 4, clients: int = NUMBER, pause: float = 0.0
 ) -> Iterator[Run]:
-    """Run FedAsync for the devices that come; go on with the versions in the folder."""
+    """Run FedAsync for the devices that join; continue with the versions in the folder."""
     stop: list[str] = []
     with serving(folder / "journal", clients_min=clients) as server:
         method = FedAsync(FedAsyncParameters(alpha=0.5, decay="constant"))
@@ -210,7 +210,7 @@ def running(
 
 
 def go_back(rollouts: Rollouts) -> int | None:
-    """Go back to a former version while a device tests a new one; return its number, if any."""
+    """Roll back while a device tests a new version; return the version's number, if any."""
     tests = any(device.message and device.asked[0] == _TRY for device in rollouts._devices.values())
     found = [version for version in rollouts.store.of(0) if version.stage is Stage.FORMER]
     version = rollouts.rollback(0, found[-1].number) if found and tests else None
@@ -230,7 +230,7 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
         until(lambda: run.in_use() >= 3 and all(devices.used(k) for k in range(NUMBER)), caplog)
         devices.behave("spoils")
         until(lambda: "is held: accuracy" in caplog.text, caplog)
-        # What they use stays, however long training goes wrong.
+        # The version in use stays, however long the training gets worse.
         held = run.held()
         until(lambda: run.held() >= held + 2, caplog)
         good = run.in_use()
@@ -247,7 +247,7 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
         held = run.held()
         until(lambda: run.held() >= held + 2, caplog)
         assert run.in_use() == target
-        # The answer to the test that was under way has changed nothing.
+        # The answer of the interrupted test is ignored.
         reasons = [event.reason for event in run.decided if event.outcome == "held"]
         assert "an operator has rolled back to another version" in reasons
         with pytest.raises(UserError, match=r"Version 999 of cluster 0 is not kept; there are \d"):
@@ -256,7 +256,7 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
             run.do(lambda: run.rollouts.rollback(5, 1))
         run.do(lambda: run.rollouts.rollback(0, None))
         until(lambda: run.in_use() > target, caplog)
-        # What was decided is in the run's events, with the reasons.
+        # Decisions and their reasons are events of the run.
         used = [event for event in run.decided if event.outcome == "in-use"]
         assert [event.version for event in used if event.reason] == [target]
         assert all(event.score is not None for event in used)
@@ -271,7 +271,7 @@ def test_versions_are_made_no_more_often_than_asked(
         devices = Devices(run.server, tmp_path)
         until(lambda: run.in_use() == 1, caplog)
         seen = run.updates()
-        # Three evaluations later.
+        # Wait for three evaluations.
         until(lambda: run.updates() > seen + 12, caplog)
         assert [event.version for event in run.decided] == [1]
         assert len(run.do(lambda: run.rollouts.store.of(0))) == 1
@@ -281,7 +281,7 @@ def test_versions_are_made_no_more_often_than_asked(
 def test_errors_do_not_end_the_server_and_another_process_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Versions cannot be kept, then a canary cannot use one, then the server is another one."""
+    """Versions cannot be stored, then a canary cannot load one, then the server is replaced."""
     blocked = tmp_path / "versions"
     blocked.touch()
     with running(tmp_path) as run:
@@ -296,7 +296,7 @@ def test_errors_do_not_end_the_server_and_another_process_continues(
         assert run.in_use() == 0
         assert not any(devices.used(k) for k in range(NUMBER))
         devices.kill()
-    # Killed while some devices used a version and others did not yet.
+    # The server was killed while only some devices used a version.
     store = VersionStore(tmp_path)
     model = {"w": np.ones(4, np.float32), "b": np.ones((2, 2), np.float32)}
     version = store.change(store.add(0, -1, model, {}), Stage.CANARY, 1.0)
@@ -306,7 +306,7 @@ def test_errors_do_not_end_the_server_and_another_process_continues(
         until(lambda: run.in_use() == version.number, caplog)
         until(lambda: devices.have(version.number), caplog)
         assert all(devices.used(k)[-1] == (version.number, 1.0) for k in range(NUMBER))
-        # Nothing is better than the target itself.
+        # No later version is better than the exact target.
         until(lambda: run.held() > 1, caplog)
         assert run.in_use() == version.number
         devices.kill()

@@ -1,4 +1,4 @@
-"""Devices that decide when they train: pending invitations, and when they end."""
+"""Devices that decide when they train: pending invitations, and their end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raceme.flower.fleet_client import Link
 from raceme.flower.messages import NODE_UNAVAILABLE, Run, identify_process, set_message_id
 from raceme.training import models
 
-# What --when says.
+# Values of --when.
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_invalid_wish_to_train_is_explained(text: str, look: str, match: str)
         parse_when(text, look)
 
 
-# Holding.
+# Pending invitations.
 
 
 class Clock:
@@ -76,7 +76,7 @@ class Clock:
 
 
 class Middle(random.Random):
-    """Draws the middle of everything."""
+    """A generator whose draws are all in the middle of their range."""
 
     def uniform(self, a: float, b: float) -> float:
         return (a + b) / 2
@@ -109,7 +109,7 @@ def test_only_invitations_are_stored() -> None:
 
 
 def test_a_device_that_trains_at_intervals_has_its_own_times() -> None:
-    # It began at 100 s: its times are 130 s, 190 s, 250 s.
+    # The device started at 100 s: its times are 130 s, 190 s, 250 s.
     invitations, clock = holding("interval=60s")
     assert invitations.next_in() == math.inf
     invitations.take(invitation())
@@ -186,11 +186,11 @@ def test_each_run_has_an_invitation_of_its_own() -> None:
     assert invitations.due() is None
 
 
-# Drift, with losses as they are said.
+# Drift, with given losses.
 
 
 def look(invitations: Invitations, loss: float, stamp: tuple[int, int, int] | None = None) -> bool:
-    """Let the device see a loss; return whether it trains at once."""
+    """Let the device measure a loss; return whether it trains at once."""
     held = invitations.due()
     assert held is not None
     assert held.looks
@@ -200,7 +200,7 @@ def look(invitations: Invitations, loss: float, stamp: tuple[int, int, int] | No
 
 
 def drifting(loss: float = 1.0) -> tuple[Invitations, Clock]:
-    """A device that has trained once, and was invited again."""
+    """A device that has trained once, and has a new invitation."""
     invitations, clock = holding("drift=12.5%")
     invitations.take(invitation())
     held = invitations.due()
@@ -236,7 +236,7 @@ def test_data_that_were_replaced_since_the_training_are_compared_with_it() -> No
     assert look(drifting(loss=1.0)[0], 1.5, (2, 1, 1))
     assert not look(drifting(loss=1.4)[0], 1.5, (2, 1, 1))
     assert not look(drifting(loss=1.0)[0], 1.5, (1, 1, 1))
-    # Where the training states no loss, the first look is the first that is known.
+    # Without a training loss, the first measured loss is the reference.
     invitations, clock = drifting(loss=math.nan)
     assert not look(invitations, 1.5, (2, 1, 1))
     clock.now += 10.0
@@ -266,7 +266,7 @@ def test_after_five_failed_measurements_the_device_trains() -> None:
 
 
 class Wire(Link):
-    """A link whose replies stay here; all runs are of one bundle."""
+    """A link that keeps replies; all runs use the same app bundle."""
 
     def __init__(self, data: bytes, run: Run) -> None:
         self.node_id = 5
@@ -284,7 +284,7 @@ class Wire(Link):
 
 
 class Board:
-    """A device with Raceme's ClientApp and a data file, and its wire."""
+    """A device with Raceme's ClientApp and a data file, and its link."""
 
     def __init__(self, folder: Path, apps: Apps, when: str, grace: float = 5.0) -> None:
         self.path = folder / "own.npz"
@@ -302,7 +302,7 @@ class Board:
         self.tasks = TaskRunner(apps, node, self.interrupter, self.invitations)
 
     def receive(self, kind: str = "train", **settings: object) -> None:
-        """Get a message, as if from the SuperLink."""
+        """Take in a message, as if from the SuperLink."""
         identify_process(7)
         config = ConfigRecord(dict(settings))  # type: ignore[arg-type]
         whole = RecordDict({"arrays": self.arrays, "config": config})
@@ -311,7 +311,7 @@ class Board:
         self.tasks.answer(self.wire, head, lambda: message)
 
     def follow(self, seconds: float) -> bool:
-        """Let some time pass, and the device do what it wishes."""
+        """Let time pass, and let the device act on a due invitation."""
         self.clock.now += seconds
         return self.tasks.handle_due_invitation(self.wire)
 
@@ -362,7 +362,7 @@ def test_a_device_trains_again_when_its_data_were_replaced_by_others(
     board.receive(invitation=True, task=1)
     assert board.follow(0.0)
     assert len(board.wire.sent) == 1
-    # What it has trained fits its labels; it comes back as the model to hold.
+    # The trained model fits the labels, and is sent back with the next task.
     for _ in range(30):
         board.arrays = board.wire.sent[-1].content.array_records["arrays"]
         board.receive("train", task=2)
@@ -415,7 +415,7 @@ def test_an_ended_training_is_repeated(tmp_path: Path, apps: Apps) -> None:
     assert board.follow(0.0)
     board.receive(invitation=True, task=2)
     assert board.follow(0.0)
-    # Its loss has risen, says the look that follows; then it is told to stop.
+    # The next measurement shows a higher loss; then the device is told to stop.
     board.clock.now += 10.0
     held = board.invitations.due()
     assert held is not None
@@ -460,11 +460,11 @@ def test_another_clientapp_is_asked_to_evaluate(
     for task in (1, 2):
         board.receive(invitation=True, task=task)
         board.follow(0.0)
-    # One that states no loss trains: nobody could ever tell that it should.
+    # A client that reports no loss trains, since a drift could not be detected.
     for _ in range(looks - 1):
         assert not board.follow(0.0)
         assert board.follow(10.0)
     assert board.follow(0.0)
     assert len(board.wire.sent) == 2
-    # What it keeps from one message to the next does not change by looking.
+    # Measuring does not change the client's state.
     assert board.wire.sent[-1].content["m"] == MetricRecord({"n": 0})

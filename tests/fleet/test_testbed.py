@@ -1,4 +1,4 @@
-"""`raceme up`: real processes on this machine, which all end when killed or stopped."""
+"""`raceme up`: real processes on this machine, which all end with it, also when it is killed."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def up(place: Loopback, *options: str) -> Process:
 
 
 def family(process: Process) -> dict[int, str]:
-    """What a testbed has started, by process id."""
+    """Return the processes that a testbed has started, by id."""
     found = {}
     for child in descendants(process.handle.pid):
         try:
@@ -48,7 +48,7 @@ def family(process: Process) -> dict[int, str]:
 
 
 def all_gone(processes: dict[int, str]) -> bool:
-    # A process of which only the name is left counts as gone.
+    # A zombie, without a command line, counts as gone.
     return not any(
         Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/cmdline").read_bytes()
         for child in processes
@@ -58,8 +58,8 @@ def all_gone(processes: dict[int, str]) -> bool:
 def test_a_run_from_start_to_end_with_the_times_of_each_task(
     place: Loopback, tmp_path: Path
 ) -> None:
-    # An update takes a twentieth of a second: one device may be ready seconds before the other.
-    # A method without similarities of clients leaves no figure of them.
+    # At 0.05 s per update, one device may start seconds before the other. FedAsync measures no
+    # similarities, so there is no figure of them.
     limit = ["--strategy", "fedasync", "--max-updates", "150"]
     bed = up(place, *KEYS, *limit, "--out", str(tmp_path / "out"))
     bed.wait_for(r"serve +\| update +3 ", 120)
@@ -69,7 +69,7 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     assert bed.wait(60) == 0, bed.describe()
     assert "device 1  | " in bed.text()
     assert f"Results, plots and models: {tmp_path / 'out'}" in bed.text()
-    # What devices do all the time is in files only.
+    # Routine messages of devices are only in their log files.
     assert "train task" not in bed.text()
     logs = {path.name: path.read_text() for path in (tmp_path / "out" / "logs").iterdir()}
     assert sorted(logs) == ["device-0.log", "device-1.log", "serve.log"]
@@ -81,7 +81,7 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     for update in updates:
         assert update.started_at is not None
         assert update.finished_at is not None
-        # One machine, one clock; it may be corrected meanwhile.
+        # All processes share one clock, which may be corrected during the run.
         slack = 0.1
         assert update.dispatched_at - slack < update.started_at < update.finished_at
         assert update.finished_at < update.time + slack
@@ -90,7 +90,7 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     limits = {"max-updates": 150, "workers": "0", "out": str(tmp_path / "replayed")}
     simulate(RunConfig.from_mapping({**keys, **limits, "strategy": "fedasync"}))
     then, now = read_run(tmp_path / "out").updates, read_run(tmp_path / "replayed").updates
-    # Two that came together may be told in either order: which was first is not recorded.
+    # The order of simultaneous replies of different clients is not recorded.
     for client in set(then.client):
         wanted = then.time[then.client == client]
         assert list(now.time[now.client == client]) == pytest.approx(list(wanted), abs=0.01)
@@ -119,7 +119,7 @@ def test_a_server_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
     assert sorted(record.summary.membership.groups) == ["client-0", "client-1"]
     times = list(record.updates.time)
     assert times == sorted(times)
-    # Of one client no two updates answer the same task.
+    # No two updates of a client answer the same task.
     tasks = {
         (str(c), float(t))
         for c, t in zip(record.updates.client, record.updates.dispatched_at, strict=True)
@@ -163,7 +163,7 @@ def test_a_full_disk_is_no_success(place: Loopback, tmp_path: Path) -> None:
     bed = up(place, *KEYS, "--max-updates", "5000", "--out", str(tmp_path / "out"))
     bed.wait_for(r"serve +\| update +4 ", 120)
     (server,) = (child for child, line in family(bed).items() if " serve " in line)
-    # No file grows beyond that, as on a disk that is full.
+    # Limits the size of files, like a full disk.
     resource.prlimit(server, resource.RLIMIT_FSIZE, (2000, 2000))
     assert bed.wait(120) == 2, bed.describe()
     assert "run.sqlite can no longer be written" in bed.text()
@@ -195,7 +195,7 @@ def test_what_cannot_work_is_said_before_anything_starts(options: list[str], mes
     assert not result.output
 
 
-# Shapes.
+# Device profiles.
 
 
 def test_a_profile_becomes_shares_of_a_core_and_bandwidths() -> None:

@@ -18,7 +18,7 @@ from raceme.flower.fleet_protocol import Keys, generate_keys
 
 
 def stub(api: FleetApi, keys: Keys) -> FleetStub:
-    """Make calls that are signed with some keys."""
+    """Make calls that are signed with the given keys."""
     return FleetStub(signed_channel(api.endpoint, keys))
 
 
@@ -31,7 +31,7 @@ def test_a_superlink_says_whether_it_knows_a_key_without_anybody_going_online() 
         assert knows_key(api.endpoint, other) is False
         calls = PatientCalls(StopSignal(), api.endpoint)
         with fleet.connect(api.endpoint, keys, calls, register=False):
-            # Another process with the key is refused, and told that it is known.
+            # Another process with the same key is refused, but learns that the key is known.
             second = fleet.connect(api.endpoint, keys, calls, register=False)
             with pytest.raises(NotAcceptedError), second:
                 pass

@@ -38,7 +38,7 @@ from raceme.flower.messages import identify_process
 
 
 class Client:
-    """What Flower's HTTP client does, without HTTP: it calls the SuperLink's handlers."""
+    """Flower's HTTP client without HTTP: it calls the SuperLink's handlers."""
 
     def __init__(self, state: InMemoryLinkState, run_id: int) -> None:
         self.state, self.embedding = state, 0
@@ -81,7 +81,7 @@ class Link:
         return key
 
     def answer(self, key: str, node: int, parts: int | None = None) -> list[str]:
-        """Announce a reply, and upload some of its parts; return the ids of those left."""
+        """Announce a reply, and upload some of its parts; return the ids of the others."""
         identify_process(self.client.run_id, node, 1)
         arrays = {f"w{index}": Array(np.full(3, float(index), np.float32)) for index in range(3)}
         content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"n": 1})}
@@ -104,7 +104,7 @@ class Link:
         return [] if parts is None else left[parts:]
 
     def upload(self, part: str) -> None:
-        """Upload one part of the reply that was announced last."""
+        """Upload one part of the last announced reply."""
         request = PushObjectRequest(
             node=Node(node_id=1),
             run_id=self.client.run_id,
@@ -160,7 +160,7 @@ def test_the_missing_part_of_a_reply_is_fetched_when_it_has_arrived(link: Link) 
     assert reply.metadata.reply_to_message_id == slow
     assert reply.metadata.src_node_id == link.nodes[0]
     assert float(reply.content["arrays"]["w2"].numpy().sum()) == 6.0
-    # The SuperLink was told, and keeps nothing of it.
+    # The SuperLink keeps no part of a confirmed reply.
     assert len(link.state.object_store) == kept
     assert list(link.grid.pull_messages([])) == []
 
@@ -170,7 +170,7 @@ def test_received_parts_are_not_fetched_again(link: Link) -> None:
     left = link.answer(slow, link.nodes[0], parts=4)
     for _ in range(20):
         assert list(link.grid.pull_messages([slow])) == []
-    # Every look asks for a batch of what is missing, and once more after one that brought parts.
+    # Each poll requests a batch of missing parts, and another one if the first brought some.
     assert link.client.embedding <= 4 + (20 + 4) * min(8, len(left))
 
 
@@ -217,7 +217,7 @@ def test_a_message_that_is_given_up_is_forgotten(link: Link) -> None:
 
 def test_a_reply_that_says_it_is_another_clients_is_an_error(link: Link) -> None:
     mine, other = map(link.ask, link.nodes[:2])
-    # The SuperLink has checked the announcement; what is uploaded states something else.
+    # The SuperLink has checked the announcement, but the uploaded object claims another source.
     link.answer(other, link.nodes[1])
     stated = dict(link.objects)
     assert [r.has_error() for r in link.grid.pull_messages([other])] == [False]

@@ -24,7 +24,7 @@ from raceme.flower.objects import UPLOAD_SECONDS, UploadSessions
 
 @dataclass
 class Reply:
-    """A reply as a SuperNode sends it: its head, the tree of its objects, and these."""
+    """A reply as a SuperNode sends it: its head, its tree of objects, and the objects."""
 
     head: Message
     tree: ObjectTree
@@ -57,7 +57,7 @@ def supernode(state: LinkState, key: bytes = b"key") -> int:
 
 
 def asked(state: LinkState, node: int, number: float = 1.0) -> Message:
-    """Send a message to a node, which takes it; return its head."""
+    """Send a message to a node, which fetches it; return its head."""
     identify_process(state.run_id, SERVER_NODE_ID)
     content = RecordDict({"arrays": ArrayRecord([np.full(3, number)])})
     assert state.push(Message(content, node, "train", ttl=600.0)) is not None
@@ -94,7 +94,7 @@ def test_a_reply_is_there_once_its_last_object_is(state: LinkState) -> None:
     (array,) = taken.content["arrays"].to_numpy_ndarrays()
     assert array.tolist() == [2.0, 2.0, 2.0]
     assert taken.metadata.message_id == reply.tree.object_id
-    # Nothing of it is left.
+    # No part of the exchange is kept.
     assert (state.heads, state.reply_heads, len(state.objects)) == ({}, {}, 0)
     assert len(state._uploads) == 0
     assert not state.put_object(session, part, reply.objects[part])
@@ -132,7 +132,7 @@ def test_a_reply_that_stays_incomplete_is_given_up(state: LinkState, clock: Cloc
     assert not state.put_object(session, missing[1], reply.objects[missing[1]])
     assert state.reply_heads == {}
     assert state.get_object(missing[1]) is None
-    # Another one may still come.
+    # A new reply is still accepted.
     again = reply_to(message, 3.0)
     assert all(sent(state, again))
     (taken,) = state.take({message.metadata.message_id})
@@ -159,7 +159,7 @@ def test_an_object_that_another_reply_brings_completes_this_one_too(state: LinkS
         assert state.put_object(other, key, replies[1].objects[key])
     keys = {message.metadata.message_id for message in (first, second)}
     assert len(state.take(keys)) == 2
-    # Neither session is told that what it still pushes is not wanted.
+    # Both sessions ended without an error for redundant parts.
     assert len(state._uploads) == 0
 
 
@@ -242,7 +242,7 @@ def test_a_second_reply_is_not_wanted_but_the_first_may_come_again(state: LinkSt
     assert sent(state, reply_to(message, 3.0)) == []
     assert state.announce(reply.head, reply.tree)[1] == missing
     assert all(sent(state, reply))
-    # The same objects, under a head that says that they answer another message.
+    # The same objects, under a head that claims to answer another message.
     copy = Reply(reply_to(later).head, reply.tree, reply.objects)
     set_message_id(copy.head, reply.tree.object_id)
     assert sent(state, copy) == []
@@ -258,12 +258,12 @@ def test_a_node_is_online_as_long_as_its_heartbeats_promise(
     with pytest.raises(ValueError, match="already in use"):
         state.register(b"key")
     identify_process(state.run_id, SERVER_NODE_ID)
-    # It has not been online yet, and gets no message.
+    # The node has not been online yet, so the message is refused.
     assert state.push(Message(RecordDict(), node, "train")) is None
     assert state.activate(node, 30.0)
     assert not state.activate(node, 30.0)
     assert state.online() == [node]
-    # Two intervals of 30 s, and no more.
+    # A node counts as online for two heartbeat intervals of 30 s.
     until = state.nodes[node].online_until
     assert until is not None
     assert until == pytest.approx(time.time() + 60.0, abs=5.0)
@@ -274,7 +274,7 @@ def test_a_node_is_online_as_long_as_its_heartbeats_promise(
     assert state.deactivate(node)
     assert not state.deactivate(node)
     assert state.online() == []
-    # It is known, so that what waits is there when it comes back.
+    # The node is known, so messages wait for its return.
     assert state.push(Message(RecordDict(), node, "train")) is not None
     state.unregister(node)
     assert not state.beat(node, 10.0)
@@ -353,7 +353,7 @@ def test_the_latest_messages_are_kept_until_they_are_too_many_bytes() -> None:
     sent = {name: Message(content, 1, "train") for name in "abcd"}
     for name, message in sent.items():
         cache.put(name, message)
-    # What waits for its node is kept, however much it is.
+    # Messages that wait for their node are kept, beyond the limit.
     assert all(name in cache for name in sent)
     for name in "abc":
         assert cache.hand_out(name) is sent[name]
@@ -362,6 +362,6 @@ def test_the_latest_messages_are_kept_until_they_are_too_many_bytes() -> None:
     assert cache.hand_out("b") is sent["b"]
     cache.drop("b")
     cache.drop("unknown")
-    # Those of c and of d: there is room again.
+    # The messages c and d are kept again, as there is space.
     assert cache.hand_out("d") is sent["d"]
     assert cache.get("c") is sent["c"]

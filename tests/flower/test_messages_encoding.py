@@ -1,4 +1,4 @@
-"""Messages as one byte string, with one array for each model."""
+"""Messages as one byte string, in which each model is one array."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def message_of(content: RecordDict) -> Message:
 
 def several() -> RecordDict:
     arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(-0.0), np.zeros((0, 4), "<i8")]
-    # Bits that a conversion would change.
+    # A signalling NaN, whose bits a conversion would change.
     arrays.append(np.frombuffer(b"\x01\x00\xa0\x7f", dtype=np.float32))
     return RecordDict(
         {
@@ -52,12 +52,12 @@ def test_a_message_comes_back_bit_for_bit_and_its_model_travels_as_one_array() -
     assert one.stype == JOINED
     assert len(one.data) == sum(len(a.data) for a in message.content["arrays"].values())
     back = decode(encode(message))
-    # The hash of all names, shapes and bytes.
+    # This id is a hash of all names, shapes and bytes.
     assert back.content.object_id == message.content.object_id
     assert list(back.content["arrays"]) == ["layer.0", "layer.1", "layer.2", "layer.3"]
     for field in ("message_id", "run_id", "dst_node_id", "src_node_id", "created_at", "ttl"):
         assert getattr(back.metadata, field) == getattr(message.metadata, field)
-    # The message itself is as it was.
+    # Encoding does not change the message.
     assert len(message.content["arrays"]) == 4
 
 

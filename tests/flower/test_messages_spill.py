@@ -74,7 +74,7 @@ def test_former_versions_that_clients_have_leave_the_memory_and_stay_what_they_a
     packer, model = Packer(SPEC, budget=0), Model(vector(0))
     held: list[ArrayRecord] = []
     for number in range(1, 4):
-        # A message has records of its own, and the arrays in common with the others.
+        # Messages have their own records, but share arrays.
         held.append(packer.pack(0, model)[0].copy())
         model.replace(vector(number))
     packer.pack(0, model)

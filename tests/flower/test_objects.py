@@ -1,4 +1,4 @@
-"""Flower's objects, their store, and the sessions in which they are pushed."""
+"""Flower's objects, their store, and the sessions in which they are uploaded."""
 
 import hashlib
 
@@ -55,13 +55,13 @@ def test_trees_ids_and_types_are_flowers() -> None:
 
 def test_an_object_stays_as_long_as_a_message_has_it() -> None:
     store = ObjectStore()
-    # Two messages have record b in common, and b has array a twice.
+    # Two messages share record b, which contains array a twice.
     shared = tree("b", tree("a"), tree("a"))
     assert store.announce(tree("m", shared)) == ["a", "b", "m"]
     store.put("a", b"1")
     assert store.announce(tree("n", shared, tree("c"))) == ["b", "c", "n"]
     assert ("m" in store, "b" in store, "x" in store) == (True, False, False)
-    # It is no message.
+    # Deleting an object that is not a message has no effect.
     store.delete("b")
     assert held(store) == {"a", "b", "c", "m", "n"}
     store.delete("m")
@@ -78,7 +78,7 @@ def test_a_message_that_is_announced_again_is_held_once() -> None:
     store = ObjectStore()
     assert store.announce(tree("m", tree("a"))) == ["a", "m"]
     store.put("a", b"1")
-    # The tree is the first one.
+    # The first announced tree stays valid.
     assert store.announce(tree("m", tree("z"))) == ["m"]
     store.delete("m")
     assert held(store) == set()
@@ -86,7 +86,7 @@ def test_a_message_that_is_announced_again_is_held_once() -> None:
 
 def test_a_false_tree_does_no_harm_to_other_messages() -> None:
     store = ObjectStore()
-    # Record b has array a; one node says that it has none, another that it has itself.
+    # Record b contains array a; false trees claim that it has no child, or itself.
     store.announce(tree("m", tree("b")))
     store.announce(tree("l", tree("b", tree("b"))))
     true = tree("n", tree("b", tree("a")))
@@ -102,7 +102,7 @@ def test_a_false_tree_does_no_harm_to_other_messages() -> None:
 def test_thirty_doublings_stay_thirty_objects() -> None:
     store = ObjectStore()
     for number in range(1, 31):
-        # Written out, the last of them would have a thousand million objects.
+        # Expanded, the last tree would have a billion objects.
         below = tree(f"x{number - 1}")
         store.announce(tree(f"x{number}", below, below))
     assert len(ids_of(store.tree("x30"))) == 2
@@ -152,7 +152,7 @@ def test_a_session_ends_with_its_last_object_or_long_after_the_one_before() -> N
     assert uploads.expecting_reply(session, "a") == "reply"
     assert uploads.expecting_reply(session, "x") is None
     assert uploads.expecting_reply("other", "a") is None
-    # An older SuperNode states no session.
+    # Older SuperNodes send no session id.
     assert uploads.expecting_reply("", "b") == "reply"
     assert uploads.expecting_reply("", "x") is None
     now = UPLOAD_SECONDS - 1
@@ -179,6 +179,6 @@ def test_a_reply_that_is_announced_again_has_a_new_session() -> None:
     assert uploads.expecting_reply(second, "a") == "reply"
     uploads.end("reply")
     assert uploads.expecting_reply(second, "a") is None
-    # Nothing is to come: there is no session to be kept.
+    # With nothing to upload, no session is kept.
     uploads.begin("reply", [])
     assert len(uploads) == 0

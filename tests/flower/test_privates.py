@@ -1,4 +1,4 @@
-"""Flower's private names are used in one module only, and still work as it expects."""
+"""Flower's private names are used in one module only, and still behave as it expects."""
 
 import ast
 import re
@@ -47,7 +47,7 @@ PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp")
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the absolute names of the modules that a file imports, wherever in it."""
+    """Return the absolute names of all modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def is_within(name: str, *packages: str) -> bool:
 
 
 # -----------------------------------------------------------------------------
-# What `raceme serve` reaches of Flower's private code.
+# Names of Flower's private code that `raceme serve` imports.
 # -----------------------------------------------------------------------------
 
 
@@ -76,7 +76,7 @@ PAGE = PACKAGE.parent / "docs" / "research" / "architecture.md"
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield what is imported at run time, wherever: a module, and a name in it or nothing."""
+    """Yield all imports at run time, as a module and a name in it or an empty text."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -88,14 +88,14 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def file_of(module: str) -> Path | None:
-    """Return the file of a module of Raceme; None if there is no such module."""
+    """Return the file of a module of Raceme, or None."""
     place = PACKAGE.parent.joinpath(*module.split("."))
     files = (place.with_suffix(".py"), place / "__init__.py")
     return next((file for file in files if file.is_file()), None)
 
 
 def reached(start: str) -> dict[str, set[tuple[str, str]]]:
-    """Return what each module imports that another one imports, the first included."""
+    """Return the imports of a module and of all modules that it imports, by module."""
     found: dict[str, set[tuple[str, str]]] = {}
     todo = [start]
     while todo:
@@ -110,12 +110,12 @@ def reached(start: str) -> dict[str, set[tuple[str, str]]]:
 
 
 def privates(names: set[tuple[str, str]]) -> set[str]:
-    """Return those of some imported names that Flower does not document."""
+    """Return the given names that Flower does not document."""
     return {
         f"{module}.{name}".rstrip(".")
         for module, name in names
         if is_within(module, "flwr")
-        # The protocol buffers are the wire.
+        # The protocol buffers are the stable wire format.
         and not is_within(module, "flwr.proto")
         and not (module in DOCUMENTED and (not name or is_exported(module, name)))
     }
@@ -305,7 +305,7 @@ def test_records_made_without_checks_are_those_of_flower() -> None:
     theirs = ArrayRecord({"weight": Array(*parts)})
     assert record == theirs
     assert record["weight"] is array
-    # What goes over the network, and how it is called there.
+    # The serialised form and its id.
     assert record.deflate() == theirs.deflate()
     assert record.object_id == theirs.object_id
     assert record.count_bytes() == theirs.count_bytes()

@@ -1,4 +1,4 @@
-"""Who worked when, who waited, and for whom: worked out by hand."""
+"""Work and waiting times of clients, and the clients that caused them: worked out by hand."""
 
 import csv
 import math
@@ -33,7 +33,7 @@ def exchange(
 ROUNDS = (
     exchange(0, A, 0, 0, 2),
     exchange(1, B, 0, 0, 4),
-    # What takes no time counts as a message, and for nothing else.
+    # An exchange without duration only counts as a message.
     exchange(2, A, 4, 4, 4, kind="evaluate"),
     exchange(3, A, 4, 4, 6),
     exchange(4, C, 4, 4, 10),
@@ -57,11 +57,11 @@ def test_rounds_wait_for_the_slowest(tmp_path: Path) -> None:
     assert fleet.awaited() == [[], ["b"], ["c"]]
     a, b, c = fleet.accounts()
     assert (a.messages, a.tasks, a.failures, a.bytes_down, a.bytes_up) == (3, 2, 0, 30, 3)
-    # a waits from 2 to 4 for b and from 6 to 10 for c, b from 4 on for c, c until 4 for b.
+    # a waits for b from 2 to 4 and for c from 6 to 10, b for c from 4 on, and c for b until 4.
     assert [account.busy for account in (a, b, c)] == [4, 4, 6]
     assert [account.idle for account in (a, b, c)] == [6, 6, 4]
     assert [account.held_up for account in (a, b, c)] == [0, 2 + 4, 4 + 6]
-    # Two tasks in 4 s, one in 4 s and one in 6 s, side by side: 11 in 12 s.
+    # Without waiting: two tasks in 4 s, one in 4 s and one in 6 s; in parallel 11 in 12 s.
     assert fleet.without_waiting() == pytest.approx(4 / (11 / 12))
 
 
@@ -69,7 +69,7 @@ def test_a_long_wait_is_for_several_one_after_the_other(tmp_path: Path) -> None:
     fleet = fleet_of(
         tmp_path, 6.0, exchange(0, A, 0, 0, 2), exchange(1, A, 2, 2, 5), exchange(2, B, 5, 5, 6)
     )
-    # b waits until 5, first to 2 and then to 5; c all the time, in the end for b.
+    # b waits for a until 5; c all the time, at the end for b.
     assert held_up(fleet) == {"a": 5 + 5, "b": 1 + 1, "c": 0}
 
 
@@ -99,7 +99,7 @@ def test_a_client_that_was_given_up_was_waited_for(tmp_path: Path) -> None:
         20.0,
         exchange(0, A, 0, 0, 2),
         exchange(1, B, 0, 0, 1, failure="lost", answered=math.inf),
-        # After a timeout the server goes on, and later pauses: that is nobody's fault.
+        # After a timeout the server continues, and later pauses: no client is the cause.
         exchange(2, A, 10, 10, 12),
         exchange(3, A, 15, 15, 20),
     )
@@ -131,7 +131,7 @@ def test_an_offline_client_does_not_wait(tmp_path: Path) -> None:
 def test_work_that_is_cut_off_counts_until_the_end(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, 5.0, exchange(0, A, 0, 0, 9, answered=math.inf))
     assert fleet.busy()["a"] == [(0, 5)]
-    # How long it takes is not known.
+    # The full duration of the task is unknown.
     assert fleet.without_waiting() == 0
     assert fleet.accounts()[0].idle == 0
 
@@ -150,7 +150,7 @@ def test_files_are_read_as_they_were_written(tmp_path: Path) -> None:
     offline = {client: list(map(list, spans)) for client, spans in fleet.offline.items()}
     write_summary(tmp_path / SUMMARY, {"virtual_time": 10.0, "offline": offline})
     again = read_fleet(tmp_path)
-    # Of a failure the first line is kept.
+    # Only the first line of a failure is kept.
     assert again.tasks[:-1] == fleet.tasks[:-1]
     assert again.tasks[-1].failure == "ValueError: no"
     assert again.accounts() == fleet.accounts()

@@ -1,4 +1,4 @@
-"""Whose a folder is: nothing of anybody else's is written over, and one process writes to it."""
+"""Ownership of a folder: no foreign file is overwritten, and one process at a time writes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_empty_folder_will_do(tmp_path: Path) -> None:
 
 
 def test_a_second_process_writes_nothing(tmp_path: Path) -> None:
-    """Both have found the folder empty, and one of them has its lock."""
+    """Both processes found the folder empty, and one of them holds its lock."""
     with only_writer(tmp_path), pytest.raises(UserError, match="Another process is still writing"):
         simulate(config(tmp_path, seed=5))
     assert not list(tmp_path.iterdir())

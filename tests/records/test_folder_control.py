@@ -1,4 +1,4 @@
-"""Commands to the process that writes to a run's folder, by a socket in it."""
+"""Commands over a socket in the folder of a run, to the process that writes there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fail() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    # Longer than the path of a socket may be.
+    # Exceeds the maximum length of a socket's path.
     run = tmp_path / ("long" * 30) / "first"
     run.mkdir(parents=True)
     (run / "run.sqlite").touch()
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
 
 @contextmanager
 def at_work(run: Path, **commands: Callable[..., object]) -> Iterator[None]:
-    """Take commands in a thread that looks for them when it is told to."""
+    """Execute commands in a thread that polls when it is told to."""
     told, over = threading.Event(), threading.Event()
     with ControlSocket(run, commands, told.set) as control:
 
@@ -101,7 +101,7 @@ def test_a_command_that_was_given_up_has_no_effect(
 
 
 def spoken(run: Path, line: bytes) -> Any:
-    """Say a line to the socket by hand."""
+    """Send a raw line to the socket."""
     with module._short_path(run / CONTROL) as path, socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(line)
@@ -126,7 +126,7 @@ def test_every_line_gets_an_answer(run: Path, line: bytes) -> None:
         try:
             assert "error" in spoken(run, line)
         except (ConnectionResetError, BrokenPipeError):
-            # It was not read to its end.
+            # The server stopped reading an overlong line.
             assert len(line) > module._LONGEST_LINE
         assert command(run, "add", first=0) == 1000
 
@@ -148,7 +148,7 @@ def test_no_server_and_no_run_are_distinguished(run: Path) -> None:
         command(run, "status")
     with only_writer(run), pytest.raises(UserError, match="takes no commands"):
         command(run, "status")
-    # That of a process that was killed.
+    # The socket of a killed process.
     with module._short_path(run / CONTROL) as path, socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     with pytest.raises(UserError, match="No server runs in"):
@@ -205,7 +205,7 @@ def test_the_run_that_is_served_here_is_found(
         only_served_run()
     with served_here(tmp_path / "run"):
         servers = tmp_path / "cache" / "servers"
-        # A process that was killed leaves its note; ids are at most 2²².
+        # A killed process leaves its entry; process ids are at most 2²².
         (servers / "9999999").write_text("/gone")
         assert only_served_run() == tmp_path / "run"
         (servers / str(os.getppid())).write_text("/another")

@@ -1,4 +1,4 @@
-"""The run store: what goes in comes out, in order, and nothing that is there is overwritten."""
+"""The run store: events are read back in order, and existing runs are not overwritten."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_run_of_months_is_read_in_little_memory(tmp_path: Path) -> None:
             tracemalloc.stop()
 
     assert peak_of(lambda: deque(each_event(path), maxlen=0)) < 50, "bytes per update"
-    # As objects, and then as columns, an update takes 770.
+    # Via a list of objects, the columns would take 770 bytes per update.
     assert peak_of(lambda: read_run(path)) < 500, "bytes per update, of 19 columns"
 
 
@@ -203,7 +203,7 @@ def test_node_ids_are_not_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ClusterChange)
 def test_each_change_of_clusters_comes_back(tmp_path: Path, change: ClusterChange) -> None:
-    # Also without clients, without clusters, and with neither.
+    # Also without clients, without clusters, and without both.
     events: list[Event] = [
         ClustersChanged(1.0, 1, change, {"a": {3: 0.5, 1: 0.5}}, (2, 1), (3, 4), 0.5, 0.25),
         ClustersChanged(2.0, 2, change, {}, (3,), (), 0.5, 0.25),
@@ -367,7 +367,7 @@ _EVENTS = st.one_of(
 )
 
 
-# Each example makes a file: a few are enough.
+# Each example writes a file, so there are only a few.
 @settings(max_examples=25)
 @given(events=st.lists(_EVENTS, max_size=8))
 def test_any_events_come_back(
@@ -378,7 +378,7 @@ def test_any_events_come_back(
 
 def test_the_same_events_give_the_same_contents(tmp_path: Path) -> None:
     first = write(tmp_path / "first", ONE_OF_EACH)
-    # Flower draws its node ids at random: they are the one thing that may differ.
+    # Flower draws its node ids at random; only they may differ.
     others = [
         replace(event, node_id=99) if isinstance(event, ClientJoined) else event
         for event in ONE_OF_EACH

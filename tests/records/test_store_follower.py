@@ -1,4 +1,4 @@
-"""A store is followed while it is written, and whoever follows it holds nothing up."""
+"""A store is followed while it is written, without delaying the writer."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_another_run_in_a_file_of_the_same_number_is_read_anew(tmp_path: Path) -
 
 @pytest.fixture
 def transaction(tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    """A store of one event, and a transaction on it that has written to the file and not ended."""
+    """A store of one event, with an open transaction that has already written to the file."""
     with RunStore(tmp_path) as store:
         store.observe(update(1))
     with closing(sqlite3.connect(tmp_path / STORE, isolation_level=None)) as connection:
-        # With no room for pages in memory, they go to the file before the end.
+        # Without a page cache, pages are written to the file before the commit.
         connection.execute("PRAGMA cache_size = 1")
         connection.execute("PRAGMA cache_spill = 1")
         connection.execute("BEGIN EXCLUSIVE")
@@ -128,7 +128,7 @@ def test_a_transaction_in_the_middle_of_reading_is_noticed(
         if not written:
             written.append(True)
             store.observe(update(2))
-            # A reader that locked the store would make this fail.
+            # This fails if the reader locks the store.
             store.commit()
         return found
 
@@ -174,7 +174,7 @@ def test_damage_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_store_is_written_without_further_events(tmp_path: Path) -> None:
-    """What was observed is seen within about a second, though nothing follows it."""
+    """Events are visible within about a second, even if no other event follows."""
     with RunStore(tmp_path) as store:
         store.observe(update(1))
         follower = StoreFollower(tmp_path)

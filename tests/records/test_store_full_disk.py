@@ -1,4 +1,4 @@
-"""A full disk: the run ends in order, what is missing is named, and what was saved is there."""
+"""A full disk: the run ends properly, missing files are listed, and saved data are kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "eval-every": 6, "max
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """Let no file grow beyond a size: what a full disk does, as any user can have it."""
+    """Limit the size of files: like a full disk, but without special rights."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -39,7 +39,7 @@ def files_up_to(size: int) -> Iterator[None]:
 
 
 def run(out: Path, full_at: int = 0, size: int = 25_000, **keys: int) -> RunOutcome:
-    """Run; from some update on no file grows beyond a size."""
+    """Run; from some update on the size of files is limited."""
     named = {key.replace("_", "-"): value for key, value in keys.items()}
 
     def fill(event: Event) -> None:
@@ -63,7 +63,7 @@ def test_a_full_disk_ends_a_run_in_order_and_it_goes_on_when_there_is_room(tmp_p
     assert "run.sqlite can no longer be written" in outcome.summary["reason"]
     assert updates(out) == updates(whole)[: len(updates(out))]
     assert 0 < len(updates(out)) < outcome.summary["updates"] < 30
-    # The models and the numbers of all that was done are there.
+    # The models and the summary cover the complete run.
     assert (out / "clusters" / "0.safetensors").is_file()
     assert json.loads((out / "summary.json").read_text())["ending"] == "interrupted"
     line = missing_line(out, outcome.unwritten)
@@ -124,12 +124,12 @@ def test_a_run_that_cannot_begin_leaves_the_folder_for_the_next(tmp_path: Path) 
 
 
 def test_a_brief_lack_of_file_descriptors_loses_no_event(tmp_path: Path) -> None:
-    """As when connections have taken them all."""
+    """As when connections have used up all file descriptors."""
     event = UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.5, 0.1, 4, 4)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with RunStore(tmp_path) as store:
         store.observe(event)
-        # No file can be opened above the highest number that is free now.
+        # No file can be opened beyond the highest descriptor that is free now.
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))

@@ -1,4 +1,4 @@
-"""The numbers of a run, each compared with what a person works out by hand."""
+"""The figures of a run, each compared with a value worked out by hand."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def observed(events: list[Event]) -> RunSummary:
 
 
 def purity(assignment: Mapping[str, int], groups: Mapping[str, int | None]) -> float | None:
-    """The purity that an observer of the run finds, of clients in clusters and of true groups."""
+    """Return the purity that a run's observer computes from clusters and true groups."""
     membership = Membership()
     for node, (client, group) in enumerate(groups.items()):
         membership.observe(ClientJoined(0.0, client, node, 10, group))
@@ -169,7 +169,8 @@ RUN: list[Event] = [
     assigned(a=0, b=0, c=0, d=0),
     update(1, "a", 0, 1.0),
     update(2, "b", 0, 2.0),
-    # Of four clients three are fewer than nine tenths: neither target nor best.
+    # Three of four clients are fewer than nine tenths: the result counts for neither target nor
+    # best.
     evaluated(2.0, 2, 0.95, answered=3, weighted=0.875),
     UpdateRejected(2.5, "c", "not finite", 2.0),
     update(3, "c", 0, 3.0),
@@ -234,7 +235,7 @@ def test_the_summary_by_hand() -> None:
         "target": 0.7,
         "time_to_target": {"target": 0.7, "virtual_time": 3.0, "updates": 3},
         "time_to_convergence": {"virtual_time": 4.0, "updates": 4},
-        # Of the two that count, below the best so far by 0 and 0.15.
+        # The two that count are below the best so far by 0 and 0.15.
         "unrest": pytest.approx(0.075),
         "clusters": 2,
         "cluster_sizes": {"1": 2, "2": 2},
@@ -268,7 +269,7 @@ def test_moves_are_counted_by_client_and_only_to_another_main_cluster() -> None:
         split(1, {2: ("a",), 3: ("b",)}),
         moved(a=0),
         moved(b=0),
-        # Only b is in another cluster than before most of all.
+        # Only b's main cluster differs from the one before.
         ClustersChanged(1.0, 0, ClusterChange.MOVE, weights),
     ]
     assert summary_of(events)["moves"] == 5
@@ -369,7 +370,7 @@ def test_members_of_a_split_that_are_offline_are_in_its_parts() -> None:
 
 
 def test_nobody_is_in_a_cluster_that_was_split() -> None:
-    # b is not named: where it is now is not known, but the parent is no cluster any more.
+    # b is in neither child: its cluster is unknown, but the parent no longer exists.
     events = [*joined(a=0, b=1), assigned(a=0, b=0), split(0, {1: ("a",), 2: ()})]
     run = observed(events)
     assert run.membership.sizes() == {1: 1}
@@ -382,7 +383,7 @@ def test_clusters_are_those_that_exist() -> None:
     counts = []
     for event in (
         assigned(a=0, b=1, c=1),
-        # A fourth one and a fifth one, which no event has named, have models too.
+        # The evaluation reports five models, though events have named only three clusters.
         evaluated(1.0, 1, 0.5, clusters=5),
         moved(a=3),
         changed(ClusterChange.FOUND, {"b": 7}, made=(7,)),
@@ -401,7 +402,7 @@ def test_a_client_of_several_clusters_counts_where_its_weight_is_largest() -> No
     weights = {"a": {1: 0.4, 2: 0.6}, "b": {2: 0.5, 1: 0.5}, "c": {2: 1.0}}
     change = ClustersChanged(1.0, 0, ClusterChange.MOVE, weights)
     run = observed([*joined(a=0, b=1, c=0), assigned(a=1, b=1, c=1), change])
-    # Of equal weights the smaller number's.
+    # Among equal weights, the smaller cluster number wins.
     assert run.membership.clusters == {"a": 2, "b": 1, "c": 2}
     assert run.membership.weights == weights
     assert run.purity() == 1.0
@@ -489,7 +490,7 @@ def test_the_best_weighted_evaluation_is_one_since_every_client_has_a_cluster() 
         summary.observe(evaluated(time, 1, 0.5, answered=2, asked=2, weighted=weighted))
         return summary.best_weighted_accuracy
 
-    # All have the initial model; then there are groups, and c1 is not in one yet.
+    # First all clients have the initial model; after the split c1 has no cluster yet.
     summary.observe(assigned(c0=0, c1=0))
     assert best(1.0, 0.1) == 0.1
     summary.observe(changed(ClusterChange.SPLIT, {"c0": 1}, gone=(0,), made=(1, 2)))
@@ -507,7 +508,7 @@ def test_purity_follows_the_groups_of_data_that_change() -> None:
     change = ClustersChanged(0.0, 0, ClusterChange.SPLIT, memberships, (0,), (1, 2))
     summary.observe(change)
     assert summary.purity() == 1.0
-    # The two have exchanged their data, and then the method moves one of them.
+    # The two clients have exchanged their data; then the method moves one of them.
     scores = {"a": (1, 0.5, 1.0), "b": (2, 0.5, 1.0)}
     exchanged = {"a": 1, "b": 0}
     summary.observe(Evaluated(1.0, 5, 0.5, 1.0, 2, scores, 2, groups=exchanged))

@@ -1,4 +1,4 @@
-"""A measure that a method declares is stored, summarised, told, tabulated and drawn."""
+"""A measure that a method declares is stored, summarised, printed, tabulated and drawn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOAD = MeasureSchema("load", "updates of a cluster", ("load",), per="cluster", f
 
 
 class Measuring(FedAsync):
-    """FedAsync that reports two measures of its own with each update: the number as a distance."""
+    """FedAsync that reports two measures with each update, and its number as a distance."""
 
     def on_update(self, update: Update) -> Outcome:
         count = self.progress.updates + 1
@@ -53,7 +53,7 @@ def test_a_value_that_is_no_number_is_refused(schema: MeasureSchema, value: obje
     values = {"client": "a"} if schema is GAP else {}
     with pytest.raises(UserError, match=f"The measure {schema.name} must have a number as "):
         Measured(0.0, 1, schema, {**values, schema.value: value})
-    # What has one number is one.
+    # An array with a single number is accepted.
     Measured(0.0, 1, GAP, {"client": "a", "gap": np.array(1.0)})
 
 
@@ -183,7 +183,7 @@ def test_of_several_numbers_the_summarised_one_is_named() -> None:
         Measured(0.0, 0, MeasureSchema("m", "title", TWO), {"clients": 2, "gap": 1.0})
     named = MeasureSchema("m", "title", TWO, value="clients")
     assert Measured(0.0, 0, named, {"clients": np.int64(2), "gap": 1.0}).numbers() == {"": 2.0}
-    # Names of clients are no numbers.
+    # Names of clients are not numbers.
     assert Measured(0.0, 0, GAP, {"client": "a", "gap": 1.0}).numbers() == {"": 1.0}
 
 

@@ -24,7 +24,7 @@ def reported(
     untrained: float | None = None,
     **scores: Scores,
 ) -> TasksTested:
-    """Tests after a step; on the step after it the untrained model is tested, too."""
+    """Tests after a step; the following step is also tested with the untrained model."""
     per_client = {
         client: {
             on: TaskScore(0, value, untrained if on == step + 1 else None)
@@ -54,10 +54,10 @@ def test_three_tasks_by_hand() -> None:
     assert result["task_accuracy"][0] == [pytest.approx(0.8), pytest.approx(0.3), None]
     assert result["average_accuracy"] == pytest.approx((0.6 + 0.7 + 0.95) / 3)
     assert result["current_accuracy"] == pytest.approx((0.8 + 0.9 + 0.95) / 3)
-    # Of task 0 the best was .8 and .6 is left, of task 1 .9 and .7.
+    # Task 0 falls from its best accuracy .8 to .6, task 1 from .9 to .7.
     assert result["forgetting"] == pytest.approx((0.2 + 0.2) / 2)
     assert result["backward_transfer"] == pytest.approx((-0.2 - 0.2) / 2)
-    # Task 1 before it was trained on .3 against .1 of the untrained model, task 2 .4 against .2.
+    # Before training, task 1 has .3 and the untrained model .1; task 2 has .4 and .2.
     assert result["forward_transfer"] == pytest.approx((0.2 + 0.2) / 2)
     assert result["clusters_after_steps"] == [1, 3, 2]
 
@@ -75,7 +75,7 @@ def test_forgetting_counts_from_the_best_and_backward_transfer_from_the_first() 
 
 
 def test_clients_that_did_not_test_are_left_out_of_the_means() -> None:
-    # b has no data of step 0 any more, and nobody was tested after step 1.
+    # b has no data of step 0 any more, and no client was tested after step 1.
     run = [
         reported(0, 1, a={0: 0.5}, b={0: 1.0}),
         reported(2, 3, a={0: 0.25, 1: 0.75, 2: 1.0}, b={1: 0.25, 2: 0.5}),
@@ -89,7 +89,7 @@ def test_clients_that_did_not_test_are_left_out_of_the_means() -> None:
 
 
 def test_a_repeated_result_replaces_the_earlier_one() -> None:
-    # A run that ended in step 1 and was made longer; c was not there the first time.
+    # A run that ended in step 1 was extended; c was missing the first time.
     run = [*RUN[:2], reported(1, 25, 2, a={0: 0.1, 1: 0.2}, c={0: 0.3, 1: 0.4})]
     tasks = TaskAccuracies(run)
     assert tasks.matrix()[1] == pytest.approx([0.3, (0.2 + 1.0 + 0.4) / 3])

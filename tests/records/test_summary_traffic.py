@@ -42,7 +42,7 @@ def test_traffic_by_phase_by_hand() -> None:
 
 
 class Phased(FedAsync):
-    """FedAsync that says what its work is for, and whether the client has what is sent."""
+    """FedAsync that names the phase of its work, and whether clients hold the model already."""
 
     def __init__(self, is_held: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Uploads, sessions and divergences, each compared with what a person works out by hand."""
+"""Uploads, sessions and divergences, each compared with a value worked out by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_divergence_by_hand() -> None:
     # .5 log(.5/.25) + .5 log(.5/.75) = .5 log 2 - .5 log 1.5.
     assert divergence((0.5, 0.5), (0.25, 0.75)) == pytest.approx(0.5 * math.log(2 / 1.5))
     assert divergence((0.3, 0.7), (0.3, 0.7)) == 0
-    # A true share of 0 counts 0, an estimated one is 1e-12 at least.
+    # A true share of 0 contributes 0, and an estimated share is at least 1e-12.
     assert divergence((1.0, 0.0), (0.5, 0.5)) == pytest.approx(math.log(2))
     assert divergence((0.5, 0.5), (1.0, 0.0)) == pytest.approx(
         0.5 * math.log(0.5) + 0.5 * math.log(0.5e12)
@@ -71,9 +71,9 @@ def test_a_session_ends_when_all_who_are_online_have_uploaded() -> None:
     )
     assert rows.session_ends == [3, 6, 8]
     assert [row.session for row in rows.rows] == [1, 1, 1, 2, 2, 2, 3, 3, 4]
-    # Of a's two uploads in the first session the last counts.
+    # a uploads twice in the first session; the last upload counts.
     assert rows.by_session("before") == pytest.approx([0.3, 0.8, 0.5])
-    # At the end each client's last: a .3, b .6, c .5.
+    # At the end each client's last upload counts: a .3, b .6, c .5.
     assert rows.accuracy_before == pytest.approx((0.3 + 0.6 + 0.5) / 3)
 
 
@@ -104,10 +104,10 @@ def test_an_estimated_mixture_follows_from_the_changes_after_an_update() -> None
     rows = of(
         *joined("a", "b"),
         weights(a={0: 1.0}, b={0: 0.5, 1: 0.5}),
-        # Two at once, as a round applies them: their changes come after both.
+        # Two updates at once, as in a round: the changes of both follow.
         *(upload(1, "a", mixture=true), upload(2, "b", mixture=true)),
         *(weights(a={0: 0.25, 1: 0.75}), weights(b={0: 0.75, 1: 0.25})),
-        # One that changes nothing, and one whose client is moved later, by another's update.
+        # One update changes nothing; another client is moved later, by an update of b.
         *(upload(3, "b", mixture=true), Evaluated(3.0, 3, 0.5, 1.0, 2)),
         *(weights(b={0: 1.0}), upload(4, "a", mixture=true)),
     )
@@ -135,15 +135,15 @@ def test_later_updates_do_not_change_an_estimated_mixture() -> None:
 def test_clusters_are_matched_with_distributions_so_that_the_divergence_is_least() -> None:
     pairs = [((0.9, 0.1), {4: 0.2, 7: 0.8}), ((0.3, 0.7), {4: 0.6, 7: 0.4})]
     assert matching([4, 7], pairs) == {7: 0, 4: 1}
-    # Three distributions, two clusters: the least of them has none.
+    # Three distributions, two clusters: the distribution with the smallest share has none.
     assert matching([0, 1], [((0.1, 0.5, 0.4), {0: 0.5, 1: 0.5})]).keys() == {0, 1}
     assert set(matching([0, 1], [((0.1, 0.5, 0.4), {0: 0.5, 1: 0.5})]).values()) == {1, 2}
-    # Three clusters, two distributions: one stands for neither.
+    # Three clusters, two distributions: one cluster has no distribution.
     assert matching([0, 1, 2], [((0.5, 0.5), {0: 0.4, 1: 0.0, 2: 0.6})]).keys() == {0, 2}
 
 
 def test_clusters_with_test_sets_of_their_own_are_not_matched() -> None:
-    # What the method takes for distribution 0 is of 1: matched, it would look right.
+    # The method swaps the two distributions: with matching, the result would look correct.
     wrong = [*joined("a"), upload(1, "a", mixture=(0.9, 0.1)), weights(a={0: 0.1, 1: 0.9})]
     ((_, matched),) = of(*wrong).divergences()
     assert matched == pytest.approx(0)
@@ -160,7 +160,7 @@ def test_a_method_of_single_clusters_estimates_no_mixture() -> None:
 def test_fewer_clusters_than_distributions_tell_no_divergence(scored: bool) -> None:
     fewer = [*joined("a"), upload(1, "a", mixture=(0.1, 0.5, 0.4)), weights(a={0: 0.5, 1: 0.5})]
     rows = of(*fewer, *([ClustersScored(1.0, 1, {0: 0.5, 1: 0.5})] if scored else []))
-    # Tested on sets of their own the clusters are of the first two, else of the likeliest.
+    # Scored clusters have the first two distributions, others the likeliest two.
     assert rows.unmatched() == ([2] if scored else [0])
     assert rows.divergences() == []
     assert rows.result()["mixture_divergence"] is None
@@ -182,13 +182,13 @@ def test_the_summary_of_scored_uploads_by_hand() -> None:
         "accuracy_after": 0.375,
         "cluster_accuracy": 0.625,
         "cluster_accuracies": {"0": 0.25, "1": 1.0},
-        # Of three uploads the last one.
+        # The last of three uploads.
         "mixture_divergence": pytest.approx(late),
         "sample_passes": 180,
         "sessions": {
             "updates": [2],
             "accuracy_before": [0.5],
-            # Known of one client of two.
+            # Known for only one of two clients.
             "accuracy_after": [None],
             "mixture_divergence": [0.0],
         },

@@ -1,4 +1,4 @@
-"""Versions of clusters' models: which may be used, which are kept, and what a crash leaves."""
+"""Versions of clusters' models: permitted versions, retention, and recovery after a crash."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MODEL = {"w": np.arange(3, dtype=np.float32)}
         # Differences and the margin: 0.90 - 0.92 + 0.02 = 0.
         ([(0.90, 0.92)], True),
         ([(0.89, 0.92)], False),
-        # +0.03, -0.05, +0.01: the one in the middle counts, so one device cannot hold a version.
+        # +0.03, -0.05, +0.01: the median counts, so that a single device cannot block a version.
         ([(0.93, 0.92), (0.1, 0.17), (0.91, 0.92)], True),
-        # +0.03, -0.05: of two the lower one.
+        # +0.03, -0.05: the lower one of two counts.
         ([(0.93, 0.92), (0.1, 0.17)], False),
-        # Nothing to compare with: it is enough that it works.
+        # Without a comparison it is enough that the version works.
         ([(0.2, NAN)], True),
         ([(NAN, NAN)], False),
         ([(NAN, 0.5), (0.6, 0.5), (0.6, 0.5)], True),
@@ -53,7 +53,7 @@ def versions_of(*scores: float, stage: Stage = Stage.FORMER) -> list[Version]:
     ("scores", "of_errors", "numbers"),
     [
         ((0.5, 0.9, 0.7, 0.8, 0.6), False, [2, 4, 5]),
-        # Of equal scores the latest.
+        # Among equal scores, the latest version wins.
         ((0.9, 0.9, 0.7, 0.8, 0.6), False, [2, 4, 5]),
         ((0.5, 0.9, 0.7, 0.8, 0.6), True, [1, 4, 5]),
         ((NAN, NAN, NAN), False, [2, 3]),
@@ -105,7 +105,7 @@ def test_versions_outlive_the_process(tmp_path: Path) -> None:
 
 
 def test_a_file_that_no_table_names_is_of_a_crash(tmp_path: Path) -> None:
-    """Killed between the two, the next process gives the number again."""
+    """After a kill between the two writes, the next process reuses the number."""
     store = VersionStore(tmp_path, 2)
     store.add(0, 1, MODEL, {})
     before = (tmp_path / VERSIONS / "versions.json").read_bytes()

@@ -1,4 +1,4 @@
-"""The models that clients use at the end of a run, each in a file of its own."""
+"""The models that clients use at the end of a run, each in its own file."""
 
 from __future__ import annotations
 

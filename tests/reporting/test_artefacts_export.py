@@ -43,7 +43,7 @@ def finished(out: Path, **keys: object) -> RunConfig:
 
 
 def predicted(folder: Path, inputs: np.ndarray) -> list[Any]:
-    """Type the command that the export prints, in a process that has no Raceme."""
+    """Run the command that the export prints, in a process without Raceme."""
     file = folder.parent / "inputs.npy"
     np.save(file, inputs)
     done = subprocess.run(
@@ -89,7 +89,7 @@ def test_a_clusters_model_runs_without_raceme(tmp_path: Path) -> None:
 
 
 def test_bytes_are_normalised_in_the_model(tmp_path: Path) -> None:
-    """Bytes go in as they are; classes have the names that are given."""
+    """Bytes are accepted as they are; classes have the given names."""
     rng = np.random.default_rng(1)
     x, y = rng.integers(0, 256, (40, 6, 6), np.uint8), rng.integers(0, 3, 40)
     run = raceme.run(
@@ -117,7 +117,7 @@ def test_bytes_are_normalised_in_the_model(tmp_path: Path) -> None:
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Return the one line that a mistaken command ends with."""
+    """Return the one-line error of an invalid command."""
     sys.argv = ["raceme", "export", *map(str, arguments)]
     with pytest.raises(SystemExit) as ended:
         main()
@@ -170,7 +170,7 @@ def test_mistakes_are_one_line(
 def test_a_model_that_differs_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program is compared with the network on inputs normalised as in training."""
+    """The program and the network are compared on inputs that are normalised as in training."""
     finished(tmp_path / "run")
     program = tmp_path / "predict.txt"
     text = artefacts._TEMPLATE.read_text()
@@ -197,7 +197,7 @@ def test_networks_of_images(model: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 def test_windows_and_a_quantity(kind: str, tmp_path: Path) -> None:
-    """A GRU on windows: of classes, and of a quantity, which comes out in its unit."""
+    """A GRU on windows, for classes and for a quantity, which is output in its unit."""
     pytest.importorskip("onnxruntime")
     rng = np.random.default_rng(2)
     x = (rng.standard_normal((60, 12, 3)) * 5 + 20).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, while a run goes on and when it is over."""
+"""The page in a real browser, during and after a run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HOSTILE = "\u202e<img src=x onerror=alert(1)>\u2066\u202d" + "<b>" * 33
 
 
 class Browser:
-    """Chromium without a window."""
+    """Headless Chromium."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -77,7 +77,7 @@ class Browser:
         self.command("Emulation.setDeviceMetricsOverride", **shape)
 
     def cut(self) -> list[str]:
-        """Return the parts of the page of which the window shows a part only."""
+        """Return the parts of the page that are wider than the window."""
         return self.run(
             "return [document.documentElement, ...document.querySelectorAll('.scroll, figure')]"
             ".filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.ariaLabel)"
@@ -141,7 +141,7 @@ def test_the_numbers_are_those_of_the_summary(replayed: Browser, finished: Path)
     assert f"best {summary['best_accuracy']:.3f}" in shown
     assert f"purity {summary['purity']:.3f}" in shown
     assert summary["reason"] in shown
-    # Panels above grow when they are drawn, and push the table out of sight.
+    # Panels above grow when they are drawn, and push the table out of view.
     rows = (
         "const table = raceme.board.panels.at(-1); table.element.scrollIntoView();"
         "return table.rows?.length"
@@ -177,7 +177,7 @@ def test_the_slider_and_the_play_button_show_other_moments(replayed: Browser) ->
 def test_a_phone_and_a_large_zoom_show_all_of_it(
     replayed: Browser, width: int, scale: float
 ) -> None:
-    """A window of 1,280 pixels at 200 % zoom is one of 640 with two pixels for each."""
+    """A window of 1,280 pixels at 200 % zoom has 640 CSS pixels."""
     replayed.resize(width, 800, scale)
     inside = "return document.documentElement.scrollWidth <= innerWidth"
     replayed.until(lambda: replayed.run(inside))
@@ -236,7 +236,7 @@ def test_a_chart_zooms_and_keeps_its_zoom(replayed: Browser) -> None:
     zoomed = shown()
     assert whole[0] < zoomed[0] < zoomed[1] < whole[1]
     replayed.until(lambda: "s):" in replayed.run(f"{CHART} return chart.where.textContent"))
-    # What arrives meanwhile leaves it as it is.
+    # New events do not change the zoom.
     replayed.run("raceme.run.revision += 1; raceme.board.changed()")
     replayed.run("return new Promise((done) => requestAnimationFrame(() => done()))")
     assert shown() == zoomed
@@ -424,7 +424,7 @@ def test_a_run_of_months_has_days_on_its_axes(browser: Browser, tmp_path: Path) 
         browser.resize(1300, 3000)
         browser.until(lambda: browser.tile("time") == "40 d 00:00")
         browser.until(lambda: "9 d 12:00\nmove\noven → cluster 7" in browser.describe())
-        # Only the last 1,500 bars are shown: hours of forty days.
+        # Only the last 1,500 bars are shown: the hours of forty days.
         texts = (
             "const found = []; const panel = raceme.board.panels.find((p) => p.rowHeight);"
             "const real = CanvasRenderingContext2D.prototype.fillText;"
@@ -463,11 +463,11 @@ def test_an_index_lists_filters_and_compares_runs(
     with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
         browser.open(beside.address)
         browser.until(lambda: "4/4 runs finished" in browser.describe())
-        # Two comparisons may have runs of the same name.
+        # Two comparisons may contain runs of the same name.
         ordered = ["new", "old", "cmp / casa, seed 0", "cmp / casa, seed 1"]
         browser.until(lambda: browser.run(NAMES) == ordered)
         legend = "return [...document.querySelectorAll('.legend bdi')].map((b) => b.textContent)"
-        # A method is one entry of the legend.
+        # Each method has one entry in the legend.
         browser.until(lambda: browser.run(legend) == ["casa"])
         lines = "return raceme.board.chart.shown.lines.length"
         assert browser.run(lines) == 4
@@ -519,7 +519,7 @@ def test_the_table_shows_and_finds_labels(browser: Browser, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_texts_stand_out_from_what_is_behind_them(replayed: Browser, theme: str) -> None:
-    """WCAG 2.1 AA: a contrast of 4.5 for the colours in which texts are set."""
+    """WCAG 2.1 AA requires a contrast of 4.5 for text."""
     replayed.command(
         "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}]
     )
@@ -531,7 +531,7 @@ def test_texts_stand_out_from_what_is_behind_them(replayed: Browser, theme: str)
                 ".map((name) => s.getPropertyValue(`--${name}`).trim())"
             )
             assert contrast(*pair) >= 4.5, (theme, text, behind)
-    # WCAG asks 3 of graphics: lines, dots and streams in a cluster's colour.
+    # WCAG requires a contrast of 3 for graphics: lines, dots and streams of clusters.
     card = replayed.run(f"{named} return s.getPropertyValue('--card').trim()")
     colours = [
         replayed.run("return raceme.clusterColour(arguments[0])", cluster) for cluster in range(17)
@@ -562,7 +562,7 @@ def test_a_split_appears_while_the_run_goes_on(browser: Browser, tmp_path: Path)
             store.observe(ClustersChanged(0.0, 0, ClusterChange.ASSIGN, everybody, made=(0,)))
             store.commit()
             browser.open(beside.address)
-            # All panels are in sight: others are not drawn.
+            # All panels are in view, because others are not drawn.
             browser.resize(1300, 3000)
             browser.until(lambda: "Live" in browser.describe())
             browser.until(lambda: browser.tile("clusters") == "1")
@@ -609,7 +609,7 @@ def test_real_devices_are_seen_as_they_come_and_work(browser: Browser, tmp_path:
 
 def test_the_address_that_is_printed_logs_in(browser: Browser, finished: Path) -> None:
     with watching(finished, "0.0.0.0", 0) as beside:
-        # Another name of this machine: the browser's cookie is of one host.
+        # Another host name of this machine, as cookies are per host.
         port = beside.address.split(":")[2].partition("/")[0]
         browser.driver.get(f"http://127.0.0.1:{port}/#wrong")
         assert browser.run("return document.querySelector('[type=password]').name") == "token"
@@ -638,7 +638,7 @@ def test_names_and_reasons_of_strangers_change_nothing(browser: Browser, tmp_pat
         assert browser.run("return arguments[0].title", name) == HOSTILE
         browser.run("arguments[0].parentElement.click()", name)
         browser.until(lambda: browser.run("return !document.querySelector('.detail').hidden"))
-        # Neither an image nor bold text has come of it.
+        # The markup in the name has created no image and no bold text.
         assert browser.run("return document.querySelectorAll('img, b').length") == 0
         browser.until(lambda: "excluded" in browser.describe())
 
@@ -693,7 +693,7 @@ def test_the_map_shows_the_snapshot_of_the_moment(replayed: Browser) -> None:
     replayed.run("raceme.board.clock.show(0)")
     note = f"{panel} return map.note.textContent"
     replayed.until(lambda: "Each disc is a cluster" in replayed.run(note))
-    # Whoever is near a client is of its true group: the digits' four groups are easy.
+    # Nearest neighbours are of the same true group, since the digits' four groups are easy.
     replayed.run("raceme.board.clock.follow()")
     replayed.until(lambda: "with similar models" in replayed.run(note))
     of_group = (
@@ -717,7 +717,7 @@ def test_a_report_works_from_a_file(browser: Browser, finished: Path, tmp_path: 
     half = "const [s] = arguments; s.value = 500; s.dispatchEvent(new Event('input'))"
     browser.run(half, slider)
     browser.until(lambda: 60 < int(browser.tile("updates")) < 180)
-    # What the dashboard does not show follows it.
+    # Only figures that the dashboard lacks follow below it.
     assert browser.run("return document.querySelectorAll('main figure').length") == 1
     browser.resize(390, 844)
     browser.until(lambda: browser.cut() == [])
@@ -750,7 +750,7 @@ def test_measures_of_a_method_have_charts_and_tables(browser: Browser, tmp_path:
         drawn = browser.run(
             f"return {parts}.map(({{lines}}) => (lines ?? []).map((one) => [one.name, one.values]))"
         )
-        # Clients a and b at the same moments: the largest, and the mean.
+        # Clients a and b at the same times: the maximum and the mean.
         largest, mean = [3.0 * n for n in range(1, 6)], [2.0 * n for n in range(1, 6)]
         assert drawn == [
             [["largest", largest], ["mean", mean]],
@@ -864,7 +864,7 @@ def test_a_note_is_kept_and_a_run_is_deleted(index: Browser, tmp_path: Path) -> 
     assert not (tmp_path / "second").exists()
     hidden = "return document.querySelector(\"[aria-label='Delete fedasync, seed 1']\").hidden"
     assert index.run(hidden), "a comparison would miss it"
-    # The same page, opened without the secret of the printed address.
+    # The same page without the secret in the printed address.
     index.run("sessionStorage.clear()")
     index.open(index.run("return location.href"))
     index.until(lambda: len(index.run(NAMES)) == 3)

@@ -1,4 +1,4 @@
-"""What a person sees: plain lines in a file, a live line on a terminal, a table at the end."""
+"""Console output: plain lines in a file, a live line on a terminal, a final table."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def shown(
     each_update: bool = False,
     width: int = 100,
 ) -> str:
-    """Return what is printed for some events."""
+    """Return the output for some events."""
     out = StringIO()
-    # The environment may force colours or claim a dumb terminal; here it has no say.
+    # Ignore an environment that forces colours or reports a dumb terminal.
     console = Console(
         file=out, force_terminal=terminal, width=width, highlight=False, _environ={"TERM": "xterm"}
     )
@@ -91,7 +91,7 @@ def shown(
 
 
 def without_rate(text: str) -> list[str]:
-    """Return the lines without the rate, which is the one thing that differs from run to run."""
+    """Return the lines without the rate, the only part that varies between runs."""
     return re.sub(r" · \d+/s", "", text).splitlines()
 
 
@@ -138,7 +138,7 @@ def test_each_update_has_its_line() -> None:
     assert not controls(text)
     assert without_rate(text)[2:5] == [
         "update    7  pi-3  cluster 2  staleness 3  weight 0.125  loss 1.500  took 2.2 s",
-        # What is in brackets is no markup.
+        # Text in brackets is not taken for markup.
         "rejected  pi-4: the update [weights] is not finite",
         "cluster 2 → clusters 3 (2), 4 (1) at update 7",
     ]
@@ -165,7 +165,7 @@ def test_on_a_terminal_updates_have_lines_above_the_bar() -> None:
 
 
 def console_after(*moments: tuple[float, Event], terminal: bool = False) -> str:
-    """Return what is printed for events at moments of real time, in seconds."""
+    """Return the output for events at given wall-clock seconds."""
     out, now = StringIO(), 0.0
     console = Console(file=out, force_terminal=terminal, width=100, _environ={"TERM": "xterm"})
     with RunProgress(100, console=console, clock=lambda: now) as progress:
@@ -209,7 +209,7 @@ def test_of_a_resumed_run_a_split_may_leave_out_whom_it_was_never_told_of() -> N
 
 
 def test_more_updates_than_expected_are_not_so_many_of_fewer() -> None:
-    # Of a run in rounds only about so many are known.
+    # For a run in rounds the number of updates is only an estimate.
     assert console_after((10.0, applied(130))).splitlines() == [
         "130 updates: t = 130.0 s · 0 clusters · 0/s"
     ]
@@ -220,7 +220,7 @@ def test_the_bar_says_how_long_it_will_take() -> None:
     text = console_after((1.0, applied(1)), (25.0, applied(25)), terminal=True)
     assert "25/100 t = 25.0 s · 0 clusters · 75 s left" in text
     assert "left" not in console_after((25.0, applied(100)), terminal=True)
-    # The last line is of a run that is interrupted, too.
+    # The last line of a run that is interrupted has no estimate either.
     assert text.rindex("25/100") > text.rindex("left")
 
 
@@ -262,7 +262,7 @@ def test_a_terminal_gets_its_cursor_back_after_an_error() -> None:
 def test_a_diverged_run_is_shown() -> None:
     nan = Evaluated(1.0, 1, math.nan, math.nan, 1)
     assert "accuracy nan" in shown([Evaluated(0.5, 0, 0.5, 1.0, 1), nan])
-    # Nothing better was seen before: there is no best accuracy.
+    # There is no earlier best accuracy either.
     assert "accuracy nan" in shown([nan])
 
 

@@ -1,4 +1,4 @@
-"""The page's files: what they share with the plots, and that they link into one script."""
+"""The page's files: constants shared with the plots, and linking into one script."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_modules_link_into_one_script_in_the_order_in_which_they_need_each_other
     modules = re.findall(r'^modules\["([^"]+)"\] = ', text, re.MULTILINE)
     assert modules[-1] == "main.js"
     own = [name for name in page.ASSETS if name.endswith(".js") and not name.startswith("vendor")]
-    own.remove("login.js")  # of the login page, which is no part of a file
+    own.remove("login.js")  # part of the login page only
     assert sorted(modules) == sorted(own)
     for name, needed in re.findall(r'const \{[^}]*\} = modules\["([^"]+)"\]|(\Z)', text):
         assert name in modules or not needed
     assert not re.search(r"^(import|export) ", text, re.MULTILINE)
-    # It stands in a page: nothing in it ends its element.
+    # The script is embedded in a page, so it must not contain a closing tag.
     assert "</script" not in text.lower()
     assert "Permission is hereby granted" in text
 

@@ -62,7 +62,7 @@ def test_a_task_has_the_colour_of_the_cluster_that_it_was_sent_for() -> None:
     one, other = {"a": {0: 1.0}}, {"a": {3: 1.0}}
     found.observe(ClustersChanged(0.0, 0, ClusterChange.ASSIGN, one, made=(0,)))
     found.observe(ClustersChanged(5.0, 1, ClusterChange.SPLIT, other, (0,), (3,)))
-    # A slow device was sent its task before the split, and its update is the new cluster's.
+    # A slow device's task was sent before the split, so it belongs to the parent cluster.
     for seq, (sent, time) in enumerate([(1.0, 6.0), (6.5, 8.0)], 1):
         found.observe(UpdateApplied(seq, time, "a", 3, 0, 0, 0.5, sent, 1.0, 8, 8))
     assert found.take()["updates"]["cluster"] == [0, 3]
@@ -97,7 +97,7 @@ def test_of_too_many_scores_fewer_evaluations_tell_them() -> None:
     for number in range(6):
         found.observe(Evaluated(number, number, 0.5, 0.4, 1, {"a": (0, 0.5, 0.0), "b": (0, 1, 0)}))
     told = [text is not None for text in found.take()["evaluations"]["scores"]]
-    # Two of two clients make four: from then on every second one, from eight on every third.
+    # Two scores each: from four scores on every second evaluation is kept, from eight every third.
     assert told == [True, True, True, False, True, False]
 
 

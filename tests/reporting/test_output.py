@@ -1,4 +1,4 @@
-"""Output is never a reason to end: pipes that close, full disks, terminals without the letters."""
+"""Output errors never end a process: closed pipes, full disks, terminals without Unicode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MUCH = 'for n in range(20000): print("line", n)'
 
 
 def python(body: str, redirected: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a few lines in a process of their own, started by a shell with some redirection."""
+    """Run a few lines in a new process, started by a shell with some redirection."""
     command = f"{sys.executable} -c '{STEP.format(body=body)}' {redirected}"
     return subprocess.run(
         ["bash", "-c", command],
@@ -59,7 +59,7 @@ def test_letters_that_a_terminal_lacks_are_replaced(environment: dict[str, str])
 
 
 def test_files_do_not_take_the_place_of_closed_output(tmp_path: Path) -> None:
-    """Else a library that prints to file 1 would write into the first file that was opened."""
+    """Otherwise a library that prints to descriptor 1 would write into the first opened file."""
     kept = tmp_path / "kept"
     body = f'file = open("{kept}", "w"); import os; print("a"); os.write(1, b"junk"); file.close()'
     ended = python(body, ">&- <&-")
@@ -85,7 +85,7 @@ select.select = told
 
 
 def test_a_reader_that_is_slow_loses_nothing_of_a_pipe_that_does_not_wait(tmp_path: Path) -> None:
-    """The reader begins when it is waited for, or after ten seconds in vain."""
+    """The reader starts when the writer waits for it, or after ten seconds."""
     gate = tmp_path / "gate"
     body = f'{WAITED_FOR.format(gate=gate)}\n{MUCH}\nprint("last")'
     begin = f"for i in $(seq 200); do [ -e {gate} ] && break; sleep 0.05; done"

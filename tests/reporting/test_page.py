@@ -1,4 +1,4 @@
-"""`raceme report`: one page that needs nothing else, escaped, the same every time."""
+"""`raceme report`: a self-contained page, escaped and reproducible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
 class Page(HTMLParser):
-    """What is on a page; complains about tags that do not close each other."""
+    """Content of a page; fails on unbalanced tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_a_run_has_a_page_with_everything_on_it(run_folder: Path) -> None:
     page = Page((run_folder / "report.html").read_text(encoding="utf-8"))
     sections = ["result", "accuracy", "clusters", "devices", "similarity", "configuration", "again"]
     assert [name for name in page.ids if name not in ("dashboard", "run-data")] == sections
-    # What the dashboard draws is there once more for browsers without JavaScript only.
+    # Images of what the dashboard draws are only for browsers without JavaScript.
     assert (page.tags.count("noscript"), page.tags.count("img")) == (3, 4)
     summary = json.loads((run_folder / "summary.json").read_text())
     assert f"{summary['accuracy']:.3f}" in page.text
@@ -165,7 +165,7 @@ def test_pages_need_no_network_and_have_no_double_ids(
         text = (folder / "report.html").read_text(encoding="utf-8")
         page = Page(text)
         assert len(page.ids) == len(set(page.ids))
-        # The plotter says in a comment where it is from.
+        # A comment of the plotting library contains its address.
         of_others = text.replace("https://github.com/leeoniya/uPlot", "")
         assert not re.search(r"(?:https?:)?//(?!\w*\.w3\.org)[\w.]+\.\w", of_others)
         assert not {"link", "iframe", "object"} & set(page.tags)

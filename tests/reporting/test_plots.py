@@ -58,7 +58,7 @@ FIGURES: dict[str, Callable[[RunRecord], Figure]] = {
 
 
 def saved(figure: Figure, path: Path) -> tuple[int, int]:
-    """Save a figure and return its size, having read it again."""
+    """Save a figure, read it back, and return its size."""
     save_figure(figure, path)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     with Image.open(path) as image:
@@ -122,12 +122,12 @@ def test_time_is_logarithmic_if_the_target_is_reached_early() -> None:
     early, late = run(19.0), run(21.0)
     assert scale({"late": late, "early": early}, 0.9) == ("log", 2.0, 200.0)
     assert scale({"late": late}, 0.9) == ("linear", 0.0, 200.0)
-    # A target that is reached before anything happened says nothing.
+    # A target that is reached at the start does not determine the scale.
     assert scale({"early": early}, 0.1) == ("linear", 0.0, 200.0)
 
 
 def test_a_line_from_the_start_is_true_on_a_logarithmic_axis() -> None:
-    """Between 0 and 8 s the accuracy has come from 0.1 to 0.9; at 2 s it was not yet 0.9."""
+    """Between 0 and 8 s the accuracy rises from 0.1 to 0.9; at 2 s it is below 0.9."""
     curve = [(0.0, 0.1), (8.0, 0.9), (200.0, 0.95)]
     events = [evaluated(time, {"a": (0, accuracy)}) for time, accuracy in curve]
     run = RunRecord.of([*joined({"a": 0}), *events, RunEnded(200.0, 200, "max-updates")])
@@ -164,7 +164,7 @@ def test_a_method_has_one_colour_whatever_the_order_of_the_methods() -> None:
         return colours
 
     assert look("fedavg", "casa") == look("casa", "fedavg")
-    # As on the dashboard: the first of the palette is the first by name's.
+    # As on the dashboard, colours are assigned in alphabetical order.
     assert look("fedavg", "casa")["casa"] == [series_colour(0)] * 2
 
 
@@ -181,7 +181,7 @@ def test_a_comparison_draws_mean_and_deviation_of_its_seeds() -> None:
     axes = comparison_figure({"both": [first, second]}).axes[0]
     (line,), (band,) = axes.lines, axes.collections
     assert line.get_ydata() == pytest.approx([0.3, 0.43, 0.625])
-    # 0.3 less the deviation of 0.2 and 0.4 as a sample, √0.02.
+    # 0.3 minus the sample deviation of 0.2 and 0.4, √0.02.
     assert band.get_datalim(axes.transData).y0 == pytest.approx(0.3 - 0.02**0.5)
     assert axes.get_legend().get_title().get_text() == "mean ± SD of 2 seeds"
     (alone,) = comparison_figure({"one": [first]}).axes
@@ -210,7 +210,7 @@ def test_the_accuracy_figure_shows_mean_target_and_split() -> None:
     x, y = np.asarray(lines["mean over clients"].get_data())
     assert list(x) == [4.0, 8.0]
     assert list(y) == pytest.approx([0.5, 0.85])
-    # Before the split nobody was in cluster 1: there is no line.
+    # Before the split cluster 1 had no clients, so there is no line.
     np.testing.assert_allclose(np.asarray(lines["mean of cluster 1"].get_ydata()), [np.nan, 0.8])
     np.testing.assert_allclose(np.asarray(lines["mean of cluster 2"].get_ydata()), [np.nan, 0.9])
     assert lines["mean of cluster 1"].get_color() == cluster_colour(1)
@@ -221,7 +221,7 @@ def test_the_accuracy_figure_shows_mean_target_and_split() -> None:
 
 def test_the_band_holds_the_middle_of_the_clients() -> None:
     low, high = client_band(RunRecord.of(RUNS["split"]).client_evaluations, 2)
-    # Of 0.2, 0.4, 0.6 and 0.8 the 10th percentile is 0.3 of the way from the first to the second.
+    # Of 0.2, 0.4, 0.6 and 0.8 the 10th percentile lies 0.3 of the way from the first to the second.
     assert low == pytest.approx([0.26, 0.73])
     assert high == pytest.approx([0.74, 0.97])
     low, high = client_band(RunRecord.of(RUNS["nothing"]).client_evaluations, 1)
@@ -229,7 +229,7 @@ def test_the_band_holds_the_middle_of_the_clients() -> None:
 
 
 def streams_of(events: list[Event]) -> list[np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
-    """Return the corners of the shapes in the figure of the clusters, as they are drawn."""
+    """Return the corners of the drawn shapes in the figure of the clusters."""
     found = clusters_figure(RunRecord.of(events)).axes[0].collections
     assert all(isinstance(shapes, PolyCollection) for shapes in found)
     return [np.asarray(path.vertices) for shapes in found for path in shapes.get_paths()]
@@ -248,8 +248,8 @@ def test_streams_bend_from_their_clusters_and_are_level_then() -> None:
             RunEnded(10.0, 2, "max-updates"),
         ]
     )
-    # Two clients from -1 to 1 become two streams with a gap of 0.4 between them; a bend takes
-    # three hundredths of the run.
+    # Two clients from -1 to 1 become two streams with a gap of 0.4 between them; a bend takes three
+    # hundredths of the run.
     assert one[[0, 15, 16, -2]] == near([[5.0, -1.0], [5.3, -1.2], [5.3, -0.2], [5.0, 0.0]])
     assert other[[0, 15, 16, -2]] == near([[5.0, 0.0], [5.3, 0.2], [5.3, 1.2], [5.0, 1.0]])
     assert level[:4] == near([[5.3, -1.2], [10.0, -1.2], [10.0, -0.2], [5.3, -0.2]])
@@ -261,7 +261,7 @@ def test_changes_that_come_all_the_time_are_drawn_together() -> None:
     for time in range(1, 1001):
         events.append(moved(float(time), {"a" if time % 2 else "b": time % 7}))
     record = RunRecord.of([*events, RunEnded(1000.0, 1000, "max-updates")])
-    # Three hundredths of the run apart, and the beginning.
+    # Bends are at least three hundredths of the run apart; the start is one more.
     assert len(clusters_figure(record).axes[0].collections) == 34
 
 
@@ -308,7 +308,7 @@ def test_each_drift_is_marked(draw: Callable[[RunRecord], Figure]) -> None:
     lines = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].get_lines()]
     assert [8.5, 8.5] in lines
     assert [11.0, 11.0] in lines
-    # Both clients' data changed at 11 s: that is one moment.
+    # The data of both clients changed at 11 s, which is drawn as one moment.
     assert {"step 1", "2 clients: steps 1-2"} <= texts(figure)
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "clients' data change" in words
@@ -399,7 +399,7 @@ def test_bins_of_staleness_fit_a_column(largest: int, turned: float) -> None:
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_few_devices_have_their_names(tmp_path: Path) -> None:
-    """The fastest is on top, a name is no formula, and may be of any script."""
+    """The fastest is on top; names are not parsed as formulas, and may use any script."""
     took = {"slow": 9.0, "厨房": 5.0, "$x_": 1.0, "hospital-very-long-name-007": 0.5}
     tasks = [
         UpdateApplied(1, 9.0, name, 0, 0, 0, 0.5, 9.0 - seconds, 1.0, 1, 1)
@@ -407,7 +407,7 @@ def test_a_few_devices_have_their_names(tmp_path: Path) -> None:
     ]
     figure = devices_figure(RunRecord.of([*joined(dict.fromkeys(took)), *tasks]))
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    # The end of a long name, by which those of a fleet differ, is kept.
+    # Long names are shortened in the middle, since those of a fleet differ at the end.
     assert labels == ["hospital-…g-name-007", "$x_", "厨房", "slow"]
     saved(figure, tmp_path / "figure.png")
 

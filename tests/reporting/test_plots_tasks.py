@@ -1,4 +1,4 @@
-"""The tests on all tasks, from a run on the digits to its plot and its page."""
+"""Tests on all tasks, from a run on the digits to its plot and page."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def test_the_tables_have_the_matrix_and_what_follows() -> None:
         ("forward transfer", "0.175"),
     ]
     without = summarise([], strategy="casa", dataset="digits", seed=0, wall_time=1.0)
-    # Earlier versions told nothing of tasks.
+    # Summaries without task results, as of earlier versions.
     for other in (without, {"measure": "accuracy"}):
         assert tasks_table(other) is learnt_table(other) is None
 
 
 def events_of(config: RunConfig) -> list[Event]:
-    """Return what a run reports, without leaving anything."""
+    """Return the events of a run, without writing files."""
     config, seen = resolve(config), []
     build_strategy(config).run(
         build_grid(config),
@@ -147,7 +147,7 @@ def test_a_run_on_the_digits(tmp_path: Path) -> None:
     config = RunConfig.from_mapping({**given, **steps, "eval-every": 10, "workers": "0"})
     summary = simulate(config.with_values(out=str(tmp_path), eval_tasks=True)).summary
     found = read_events(tmp_path)
-    # The tests change nothing else. Flower's node ids are not stored, nor is a device's own clock.
+    # Testing changes no other event. Node ids and devices' clocks are not stored.
     plain = [
         replace(event, node_id=0) if isinstance(event, ClientJoined) else event
         for event in events_of(config)
@@ -156,14 +156,14 @@ def test_a_run_on_the_digits(tmp_path: Path) -> None:
     told = [event for event in found if isinstance(event, TasksTested)]
     assert [(event.updates, event.step) for event in told] == [(10 * n + 10, n) for n in range(4)]
     assert {len(event.per_client) for event in told} == {5}
-    # After two tasks the first comes again: tests on both are the same.
+    # The third task is the first one again, so that their test results are equal.
     matrix = np.array(summary["task_accuracy"], float)
     assert matrix.shape == (4, 4)
     assert (matrix[3, 0], matrix[3, 1]) == (matrix[3, 2], matrix[3, 3])
     assert np.isnan(matrix[0]).tolist() == [False, False, True, True]
     assert summary["current_accuracy"] == pytest.approx(np.diagonal(matrix).mean())
     assert summary["average_accuracy"] == pytest.approx(matrix[-1].mean())
-    # An evaluation at the same moment, of the same models, is on the data of the next step.
+    # An evaluation at the same time, of the same models, uses the data of the next step.
     evaluated = [event.accuracy for event in found if isinstance(event, Evaluated)]
     assert evaluated[1:4] == pytest.approx(list(np.diagonal(matrix, 1)))
     tasks = read_run(tmp_path).summary.tasks

@@ -69,7 +69,7 @@ def test_of_a_regression_errors_are_drawn_with_their_unit() -> None:
     ]
     (axes,) = uploads_figure(RunRecord.of(watts)).axes
     assert axes.get_ylabel() == "MAE (W)"
-    # By session 50 and 20 were uploaded: 3 % of the largest is room.
+    # Values by session are between 20 and 50, with a margin of 3 % of the largest.
     assert axes.get_ylim() == pytest.approx((18.5, 51.5))
     summary = summarise(watts, strategy="cdfl", dataset="npz", seed=0, wall_time=1.0, target=25.0)
     rows = dict(summary_rows(summary))
@@ -86,7 +86,7 @@ def test_uploads_and_what_was_got_for_them_are_drawn_by_session() -> None:
         "cluster 1": [[0, 0.25], [4, 0.75]],
         "mean of the clusters": [[0, 0.375], [4, 0.875]],
     }
-    # Every curve is to be seen, each cluster's too.
+    # All curves are within the axes, including those of the clusters.
     low, high = axes.get_ylim()
     assert low < 0.25
     assert high == 1.0
@@ -97,13 +97,13 @@ def test_uploads_and_what_was_got_for_them_are_drawn_by_session() -> None:
 def test_divergences_are_drawn_by_session_and_mixtures_of_a_client_of_each_distribution() -> None:
     top, first = mixtures_figure(RunRecord.of(RUN)).axes
     drawn = curves(top)
-    # Of a the estimate is right; of b .5 log(.5/.75) + .5 log(.5/.25) = .1438.
+    # For a the estimate is exact; for b .5 log(.5/.75) + .5 log(.5/.25) = .1438.
     assert [y for _, y in drawn["an upload"]] == pytest.approx([0, 0.14384, 0, 0.14384], abs=1e-4)
     assert drawn["mean by session"] == [
         [2, pytest.approx(0.07192, abs=1e-4)],
         [4, pytest.approx(0.07192, abs=1e-4)],
     ]
-    # Both clients are mostly of the first distribution, of equal shares the first.
+    # Both clients count for the first distribution, which also wins ties.
     assert first.get_ylabel() == "a"
     heights = [round(bar.get_height(), 6) for bar in first.patches]
     assert heights == [0.75] * 2 + [0.25] * 2 + [0.75] * 2 + [0.25] * 2

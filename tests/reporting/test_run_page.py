@@ -43,9 +43,9 @@ def test_accuracy_before_and_after_each_drift() -> None:
     table = drifts_table(RunRecord.of(DRIFT))
     assert table is not None
     assert table.rows == (
-        # The mean of 0.75 and 1; the same again at 4 s.
+        # The mean of 0.75 and 1, which is reached again at 4 s.
         ("3.00", "3", "all clients", "1", "0.875", "0.250", "1.0"),
-        # Of b alone, which is not back.
+        # For b alone, whose accuracy does not recover.
         ("5.00", "5", "1 client", "2", "1.000", "0.500", "not"),
     )
 
@@ -70,7 +70,7 @@ def test_more_drifts_than_a_table_shows_are_told_by_step() -> None:
     table = steps_table(record)
     assert table is not None
     assert table.rows == (
-        # Steps 0, 1 and 2: updates on it, tests on it, and their mean.
+        # For steps 0, 1 and 2: updates, tests, and their mean.
         ("0", "1", "4", "0.625"),
         ("1", "2", "5", "0.650"),
         ("2", "0", "1", "0.500"),

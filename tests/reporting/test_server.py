@@ -38,7 +38,7 @@ def test_a_guess_is_compared_with_every_token_in_constant_time(
     access = Access("0.0.0.0", TOKEN)
     assert access.has_token([TOKEN, "a"])
     assert not access.has_token(["a", ""])
-    # Also after one that is right, and of one length, whatever the guess.
+    # All tokens are compared, also after a match, and with equal lengths for any guess.
     assert lengths == [(32, 32)] * 4
     assert not Access("0.0.0.0").has_token([""])
 
@@ -97,7 +97,7 @@ def test_this_machine_needs_no_token(tmp_path: Path, name: str) -> None:
 
 def test_without_the_token_there_is_one_line(tmp_path: Path) -> None:
     browser = client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7")
-    # A token in an address would be in the logs of whatever is between.
+    # Tokens in addresses are refused, as addresses appear in logs of proxies.
     for path in ("/", "/events", "/assets/main.js", "/?token=wrong", f"/?token={TOKEN}"):
         answer = browser.get(path)
         assert answer.status_code == 403
@@ -174,7 +174,7 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 class Stream:
-    """Server-sent events as they come."""
+    """Server-sent events as they arrive."""
 
     def __init__(self, address: str, last: str = "") -> None:
         self._connection = HTTPConnection(urlsplit(address).netloc, timeout=30)
@@ -233,7 +233,7 @@ def test_a_browser_of_another_dashboard_begins_anew(address: str, tmp_path: Path
 
 
 def test_a_browser_that_does_not_read_holds_nobody_up(address: str, tmp_path: Path) -> None:
-    """One viewer takes nothing of 24 MB; another one gets all of it."""
+    """One viewer reads nothing of 24 MB, while another one receives all of it."""
     stuck = Stream(address)
     with RunStore(tmp_path / "run") as store:
         for number in range(6_000):
@@ -320,7 +320,7 @@ def test_only_the_page_at_the_printed_address_edits(runs: Path, edit: str) -> No
     del browser.headers["origin"]
     assert browser.post(f"/{edit}?run=one").status_code == 403
     assert browser.get(f"/{edit}?run=one").status_code == 405
-    # A page that only shows has no secret, and an empty one is none.
+    # A read-only page has no secret, and an empty one is never valid.
     assert editor(runs, "").post(f"/{edit}?run=one").status_code == 403
     shown = editor(runs, "").post(f"/{edit}?run=one", headers={"raceme-edits": ""})
     assert shown.status_code == 403

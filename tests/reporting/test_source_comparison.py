@@ -1,4 +1,4 @@
-"""Data of comparisons for the dashboard: one case, or a suite of several."""
+"""The dashboard's data of comparisons: one case, or a suite of several."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_each_run_of_a_suite_names_its_case(tmp_path: Path) -> None:
         "digits/casa/seed-0": "digits",
         "har/casa/seed-0": "har",
     }
-    # Each has a page of its own, and nothing outside has.
+    # Each run has its own page, and only runs inside the folder have one.
     watched = Watched(tmp_path, comparison=True)
     run = watched.source("har/casa/seed-0")
     assert run is not None
@@ -111,7 +111,7 @@ def test_a_run_without_a_process_has_stopped(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     begin(tmp_path / "b", RunConfig.from_mapping({"max-updates": 9}))
     begun(tmp_path / "b", 0.5)
-    # Without its configuration, a run has not begun.
+    # A run without a configuration file has not started.
     assert {name: run["state"] for name, run in news_of(ComparisonSource(tmp_path)).items()} == {
         "a": "running",
         "b": "stopped",
@@ -131,11 +131,11 @@ def test_an_index_tells_the_settings_in_which_runs_on_one_dataset_differ(tmp_pat
     source = ComparisonSource(tmp_path)
     assert news_of(source)["a"]["settings"] == {}
     configured(tmp_path / "b", strategy="fedasync", dataset="digits", seed=1, lr=0.2, clients=8)
-    # Its number of clients is the dataset's.
+    # The number of clients is the dataset's default, so it is no setting.
     configured(tmp_path / "c", strategy="casa", dataset="mnist", seed=0, lr=0.2, clients=100)
     settings = {name: run["settings"] for name, run in news_of(source).items()}
     assert settings == {"a": {"lr": 0.1}, "b": {"lr": 0.2}, "c": {"lr": 0.2}}
-    # A key of a method's own: between the runs that have it. JSON has no infinity.
+    # A method's own key is compared among the runs that have it. JSON has no infinity.
     configured(tmp_path / "d", strategy="casa", dataset="har", **{"casa.gamma": 0.5})
     configured(tmp_path / "e", strategy="casa", dataset="har", **{"casa.gamma": 1})
     text = (tmp_path / "e" / "config.toml").read_text()

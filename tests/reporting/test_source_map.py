@@ -1,4 +1,4 @@
-"""Data of the map for the dashboard: all snapshots, a selection, or the last one."""
+"""The dashboard's data of the client map: all snapshots, a selection, or the last one."""
 
 from __future__ import annotations
 

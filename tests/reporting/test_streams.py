@@ -31,7 +31,7 @@ def test_streams_stay_in_place_if_possible() -> None:
     *_, last = layout(moves, 0.1)
     sizes = {(flow.source, flow.target): flow.size for flow in last.flows}
     assert sizes == {(1, 1): pytest.approx(0.4), (2, 2): 0.3, (1, 2): pytest.approx(0.3)}
-    # What comes from above arrives above what was there.
+    # A flow from above joins above the clients that were there.
     ends = {(flow.source, flow.target): flow.ends for flow in last.flows}
     assert ends[1, 2] < ends[2, 2]
 

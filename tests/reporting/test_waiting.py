@@ -41,7 +41,7 @@ FLEET = FleetRecord(
 
 
 def bars(figure: Figure) -> dict[str, list[tuple[float, float, int]]]:
-    """Return from when to when bars of each colour are, and in which row."""
+    """Return the bars of each colour: start, end and row."""
     found: dict[str, list[tuple[float, float, int]]] = {}
     for collection in figure.axes[0].collections:
         boxes = [path.get_extents() for path in collection.get_paths()]
@@ -66,7 +66,7 @@ def test_a_timeline_shows_who_worked_and_who_was_waited_for() -> None:
     assert found[AWAITED] == [(0, 4, 2), (4, 10, 2)]
     assert found[EVALUATION] == [(4, 4.5, 0)]
     assert found[REJECTED] == [(4, 6, 1)]
-    # Waiting is drawn, being offline is what is left.
+    # Waiting is drawn, and being offline is left blank.
     assert found[FAINT] == [(1, 4, 0), (4.5, 10, 0), (0, 4, 1)]
     assert "offline" in names(figure)
     assert "offline" not in names(timeline_figure(replace(FLEET, offline={})))

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def started(*arguments: str | Path) -> tuple[subprocess.Popen[str], str]:
-    """Type a command, and return it with the address that it prints."""
+    """Start a command, and return it with the address that it prints."""
     process = subprocess.Popen(
         as_in_a_terminal([*RACEME, *map(str, arguments)]),
         stdin=subprocess.DEVNULL,
@@ -53,7 +53,7 @@ def started(*arguments: str | Path) -> tuple[subprocess.Popen[str], str]:
 
 
 def pieces_of(address: str, last: str) -> list[dict]:
-    """Return the pieces of a run until one has a table."""
+    """Return the pieces of a run up to the first one with a table."""
     parts = urlsplit(address)
     connection = HTTPConnection(parts.netloc, timeout=60)
     connection.request("GET", "/events")
@@ -95,7 +95,7 @@ def test_with_the_fleets_certificates_the_page_speaks_https(run: Path, tmp_path:
     token = (certs / "view.token").read_text().strip()
     options = ("--host", "0.0.0.0", "--port", "0", "--certificates", certs)
     process, address = started("watch", run, *options)
-    # The output of a service is a log.
+    # With certificates it is a service, whose output goes to a log: no token is printed.
     assert re.fullmatch(r"https://localhost:\d+/", address)
     trust = ssl.create_default_context(cafile=str(certs / "ca.crt"))
     parts = urlsplit(address)
@@ -152,7 +152,7 @@ def test_bad_input_is_one_clear_line(
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict], str]:
-    """A run with --watch, all that a viewer was told, and what the command printed."""
+    """A run with --watch: the events that a viewer received, and the command's output."""
     out = tmp_path_factory.mktemp("watched") / "run"
     keys = ("--clients", "6", "--max-updates", "30", "--set", "workers=0", "--out", out)
     process, address = started("run", "--watch", "--watch-address", "127.0.0.1:0", *keys)
@@ -226,7 +226,7 @@ def _state(pid: int) -> str:
 
 
 def test_the_dashboard_starts_without_torch(tmp_path: Path) -> None:
-    """It takes memory beside every run that is watched, and its start processor time."""
+    """The dashboard runs beside every watched run, so its memory and start must be small."""
     program = (
         "import sys, raceme.reporting.dashboard.server; "
         "print([name for name in ('torch', 'matplotlib', 'flwr') if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""The fields of a checkpoint's states; run as a script, it writes their snapshot."""
+"""The fields of checkpointed states; as a script, write their snapshot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SNAPSHOT = Path(__file__).with_name("state_fields.json")
 
 
 def state_fields() -> dict[str, dict[str, str]]:
-    """Return the fields of every dataclass of a state, with their types, by the class's name."""
+    """Return the fields of every state dataclass, with their types, by class name."""
     found: dict[str, dict[str, str]] = {}
 
     def visit(kind: Any) -> None:
@@ -36,7 +36,7 @@ def state_fields() -> dict[str, dict[str, str]]:
             visit(part)
 
     policies = (RoundState, WindowState, RequestState, ArrivalState)
-    # The feature of protection is made by a function, of one state for all its forms.
+    # Features of protection are created by a factory, with one state class for all of them.
     features = [getattr(FEATURES[name], "state_type", GuardState) for name in FEATURES]
     for root in (Clusters, Bases, Progress, *policies, *features):
         visit(root)

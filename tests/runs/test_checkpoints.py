@@ -129,7 +129,7 @@ def test_other_objects_are_refused_and_nothing_is_left(value: object, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-# Every method, on a fleet where everything happens, from any moment on.
+# Every method, on a fleet with all kinds of events, resumed at any time.
 
 
 def busy_fleet() -> VirtualGrid:
@@ -148,7 +148,7 @@ def busy_fleet() -> VirtualGrid:
 def play(
     name: str, saved: dict[str, Any] | None = None, save_at: frozenset[int] = frozenset()
 ) -> tuple[list[events.Event], dict[int, bytes], dict[int, Any]]:
-    """Run a method, from a state or from the start; save it whenever it has so many updates."""
+    """Run a method from a state or from the start; save its state at the given updates."""
     strategy, grid = STRATEGIES[name](seed=3), busy_fleet()
     if saved:
         strategy.load_state_dict(saved["strategy"])
@@ -182,11 +182,11 @@ def test_a_run_that_goes_on_is_the_one_that_was_never_interrupted(
     name: str, tmp_path: Path
 ) -> None:
     seen, models, states = play(name, save_at=frozenset(range(0, 90)))
-    # A round of FedRC has four updates of each client.
+    # A round of FedRC has four updates per client.
     assert len(states) > (3 if name == "fedrc" else 8)
     happened = {type(event) for event in seen}
     assert events.UpdateRejected in happened
-    # Between two rounds a client may come and go unseen.
+    # With rounds, a client may leave and come back between two of them, unnoticed.
     assert events.ClientLeft in happened or issubclass(
         STRATEGIES[name].parameters_type, RoundsParameters
     )
@@ -195,13 +195,13 @@ def test_a_run_that_goes_on_is_the_one_that_was_never_interrupted(
         state, observed = states[updates]
         write_tree(tmp_path / "1", state, {})
         rest, rest_models, _ = play(name, saved=read_tree(tmp_path / "1")[0])
-        # Compared as text: numbers that are none are equal there.
+        # Compared as text, since NaN is not equal to itself.
         assert list(map(repr, rest)) == list(map(repr, seen[observed:]))
         assert rest_models == models
 
 
 def arrays_of(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield where arrays are in a tree."""
+    """Yield the paths of arrays in a tree."""
     if isinstance(tree, np.ndarray):
         yield place
     elif isinstance(tree, dict | list):
@@ -211,7 +211,7 @@ def arrays_of(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 @pytest.mark.parametrize("name", ["casa", "panicle", "flexcfl-async", "fedbuff"])
 def test_arrays_of_wrong_shapes_end_in_one_line(name: str, tmp_path: Path) -> None:
-    """One array of each kind is forged: the model, what clients started from, what was judged."""
+    """One array of each kind is forged: the model, the bases of clients, judged updates."""
     keys = {"strategy": name, "dataset": "digits", "clients": 8, "workers": "0"}
     keys |= {"max-updates": 30, "checkpoint-every": 20, "protection": "filter"}
     keys |= {"out": str(tmp_path)}
@@ -233,13 +233,13 @@ def test_arrays_of_wrong_shapes_end_in_one_line(name: str, tmp_path: Path) -> No
             write_tree(newest, changed, note)
             resumed = RunConfig.from_mapping({**keys, "out": "", "resume": str(tmp_path)})
             reason = refusal(resumed)
-            # What a method only measures anew may be of any shape.
+            # Arrays that a method recomputes may have any shape.
             assert reason or kind[0] == "state"
             assert "\n" not in reason
 
 
 def refusal(config: RunConfig) -> str:
-    """Run, and return why that was refused; nothing if it was not."""
+    """Run, and return the reason of a refusal; empty if there was none."""
     try:
         simulate(config, lambda event: None)
     except UserError as error:
@@ -247,7 +247,7 @@ def refusal(config: RunConfig) -> str:
     return ""
 
 
-# The command line, killed.
+# Kills of the command line.
 
 KEYS = ["--clients", "8", "--max-updates", "150", "--workers", "0"]
 EVERY = ["--checkpoint-every", "10"]
@@ -284,7 +284,7 @@ def arguments(name: str, churn: str, out: Path) -> list[str]:
 def whole(
     command: Commands, churn: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Runs that nothing has interrupted."""
+    """Uninterrupted runs."""
     base = tmp_path_factory.mktemp("whole")
     for name in RUNS:
         code = command.run(*arguments(name, churn, base / name), output=base / "log")
@@ -293,7 +293,7 @@ def whole(
 
 
 def result_of(out: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Everything that a run leaves, but for times on the wall clock."""
+    """Return all results of a run except wall-clock times."""
     with sqlite3.connect(out / "run.sqlite") as connection:
         dump = list(connection.iterdump())
     models = {
@@ -342,7 +342,7 @@ def test_a_run_that_is_told_to_stop_leaves_a_checkpoint(
     command: Commands, churn: str, whole: dict[str, Path], tmp_path: Path
 ) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
-    # None by number or time: the signal alone gives rise to it.
+    # Checkpoints by number or time are off: only the signal causes one.
     child = command.start(*arguments("casa", churn, out), output=log)
     wait_until(lambda: "evaluated at 8 " in log.read_text(), 60)
     os.kill(child, signal.SIGTERM)
@@ -356,13 +356,13 @@ def test_a_run_that_is_told_to_stop_leaves_a_checkpoint(
 
 
 class Walled(VirtualGrid):
-    """A grid as if its devices were real."""
+    """A grid that claims to have real devices."""
 
     is_virtual = False
 
 
 class Slow(CheckpointFolder):
-    """A folder on a disk that takes seconds, on a clock of the test."""
+    """A folder on a slow disk, with the clock of a test."""
 
     now, cost = 0.0, 0.0
 
@@ -394,16 +394,17 @@ def test_checkpoints_of_real_devices_take_two_percent_of_the_time(tmp_path: Path
 
         folder.cost = 4.0
         assert written_at(0.0)
-        # It was written at 4 s: 50 times as long until the next, which takes no time.
+        # The write ended at 4 s and took 4 s: the next follows after 50 times that, and takes no
+        # time.
         assert not written_at(203.0)
         folder.cost = 0.0
         assert written_at(204.0)
-        # At least 10 s.
+        # The pause is at least 10 s.
         assert not written_at(213.0)
         assert written_at(214.0)
 
 
-# What cannot be gone on with.
+# Runs that cannot be resumed.
 
 SMALL = {
     "clients": 3,
@@ -439,7 +440,7 @@ def checkpoints(out: Path) -> list[str]:
 def test_the_last_two_are_kept_and_a_finished_run_can_be_made_longer(
     out: Path, tmp_path: Path
 ) -> None:
-    # At 0, 4 and 8 updates; 12 is the end.
+    # Checkpoints at 0, 4 and 8 updates, and at the end, 12.
     assert checkpoints(out) == ["00000002.safetensors", "00000003.safetensors"]
     summary = go_on(out, {"max-updates": 20})
     straight = simulate(
@@ -467,7 +468,7 @@ def test_observers_of_a_resumed_run_do_not_get_its_former_end(out: Path) -> None
     keys = {**SMALL, "resume": str(out), "max-updates": 20}
     simulate(RunConfig.from_mapping(keys), look)
     assert said
-    # A page that was open is told anew, or that there is no summary any more.
+    # An open page gets the new summary, or is told that there is none any more.
     told = [piece for piece in before.pieces if '"summary"' in piece]
     assert not told or told[-1] == '{"summary":null}'
     assert not any('"summary"' in piece for piece in source.pieces)
@@ -537,7 +538,7 @@ def test_a_run_without_checkpoints_starts_again_and_can_be_made_longer(
 
 
 def test_a_run_of_real_devices_is_no_simulation(out: Path) -> None:
-    # A simulation has a limit, and no keys of devices.
+    # A simulation has a limit, and no list of device keys.
     for keys in ({"max-updates": 0}, {"device-keys": str(out)}):
         with pytest.raises(UserError, match="is a run of real devices: resume it with `raceme ser"):
             go_on(out, keys)

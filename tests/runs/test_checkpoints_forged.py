@@ -51,7 +51,7 @@ def resume(out: Path, updates: int = 10) -> None:
 
 
 def refusal(out: Path) -> str:
-    """Resume, and return the line that says why not; the run is as it was."""
+    """Resume, and return the one-line refusal; check that the run is unchanged."""
     before = read_events(out)
     with pytest.raises(UserError) as told:
         resume(out)
@@ -126,7 +126,7 @@ def deep(depth: int) -> Any:
 
 
 def put(*way: Any, value: Any) -> Callable[[Any, Any], Any]:
-    """Return a change of a tree: something else at a place in it."""
+    """Return a function that replaces a value in a tree."""
 
     def change(tree: Any, _: Any) -> None:
         for step in way[:-1]:

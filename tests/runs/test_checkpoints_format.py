@@ -10,9 +10,9 @@ from raceme.runs.checkpoints import STATE
 
 
 def test_a_changed_state_needs_a_new_format_number() -> None:
-    """After a change: raise STATE, then `python tests/runs/state_fields.py`.
+    """After a change: raise STATE, then run `python tests/runs/state_fields.py`.
 
-    What is only new, a method's state, needs the second alone.
+    The state of a new method only needs the second step.
     """
     written = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     now = state_fields()

@@ -1,4 +1,4 @@
-"""The end of a run's process: orphans end, and one process writes to a folder at a time."""
+"""The end of a run's process: orphans end, and one process at a time writes to a folder."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_an_orphan_ends_by_itself_whatever_it_waits_for() -> None:
         assert parent.stdout
         assert int(parent.stdout.readline()) > 0
         parent.kill()
-        # Read to the end: until the child, too, has let go of the pipe.
+        # Reads until the child, too, has closed the pipe.
         assert parent.stdout.read() == (
             "The SuperLink of this run has died: the run ends within 0 s\n"
             "The run stops; it can be resumed from its last checkpoint\n"

@@ -1,4 +1,4 @@
-"""The end of a terminal: a run ends in order, a device goes offline, `nohup` is respected."""
+"""A closed terminal: a run ends properly, a device goes offline, `nohup` is respected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_hang_up_ends_a_run_whose_output_nobody_reads_any_more(
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     limits = ["--clients", "4", "--groups", "0.5,0.5", "--max-updates", "1000000"]
-    # Worker processes get the signal, too, as all of a terminal do.
+    # A terminal sends the signal to worker processes, too.
     child = command.start("run", "--out", str(out), "--workers", "1", *limits, output=pipe)
     os.set_blocking(reader, True)
     seen = b""
@@ -37,7 +37,7 @@ def test_a_hang_up_ends_a_run_whose_output_nobody_reads_any_more(
         more = os.read(reader, 4096)
         assert more or not seen, seen
         seen += more
-    # The reader has seen enough, and the run goes on.
+    # The reader closes the pipe, and the run continues.
     os.close(reader)
     store = out / "run.sqlite"
     size = store.stat().st_size

@@ -1,4 +1,4 @@
-"""Trackers' own libraries read a run's data from disk."""
+"""Trackers' own libraries read the data of a run from disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterable[tuple[Path, dict[str, Any]]]:
-    """Yield the folder of a run that told all trackers, was resumed, and what came of it."""
+    """Yield the folder and the summary of a run that used all trackers, and was resumed."""
     place = tmp_path_factory.mktemp("tracked")
     out = place / "casa" / "seed-0"
     with pytest.MonkeyPatch.context() as patch:
@@ -54,8 +54,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterable[tuple[Path, dict[
 
 
 def written(out: Path) -> EventAccumulator:
-    """Read what TensorBoard will show."""
-    # Trackers' libraries take seconds to import: only where they are asked.
+    """Return the data that TensorBoard shows."""
+    # Imported here, as trackers' libraries take seconds to import.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(out / "tensorboard"), {"scalars": 0, "images": 0})
@@ -151,7 +151,7 @@ def test_wandb_has_both_parts_of_one_run_on_disk(runs: tuple[Path, dict[str, Any
                 steps.append(record.history.step.num or items["_step"])
                 last = items["accuracy"]
     assert names == {"casa/seed-0"}
-    # The end of the first part, after its last checkpoint, came again in the second.
+    # The updates after the first part's last checkpoint are repeated in the second part.
     assert steps == [0, 6, 12, 12, 18]
     assert last == pytest.approx(summary["accuracy"])
 
@@ -169,7 +169,7 @@ def records(path: Path) -> Iterator[Record]:
         _, length, kind = struct.unpack_from("<IHB", data, position)
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
-        # A record is whole, or ends here.
+        # The last fragment of a record, or a complete one.
         if kind in (1, 4):
             record = Record()
             record.ParseFromString(parts)

@@ -41,12 +41,12 @@ def run(app: Path, out: Path, **options: object) -> Simulated:
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apps write their models to the working folder."""
+    """Let apps write their models to a temporary folder."""
     monkeypatch.chdir(tmp_path)
 
 
 def spans(simulated: Simulated) -> list[tuple[str, float, float]]:
-    """Return who was at work when."""
+    """Return client, start and end of each task."""
     tasks = [task for task in simulated.fleet.tasks if task.takes_time]
     return [(task.client, task.begun, task.ended) for task in tasks]
 
@@ -57,11 +57,11 @@ def test_the_numpy_quickstart_runs(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with np.load("final_model.npz") as stored:
         weights = stored["arr_0"]
     assert first.ending is AppEnding.RETURNED
-    # It learns what the data were made of, and what Flower prints is there.
+    # The model approaches the coefficients of the data, and Flower's messages are logged.
     assert np.abs(weights - np.arange(8) / 8).max() < 0.4
     assert "aggregate_train: Received 4 results and 0 failures" in caplog.text
     assert f"Strategy execution finished in {first.fleet.end:.2f}s" in caplog.text
-    # Clients remember what they have kept: in the fourth round it is the fourth that they train in.
+    # Clients keep their state: the fourth round is the fourth that they train in.
     assert "'rounds': 4.0" in caplog.text
     again = run(app, tmp_path / "two", run_config=("num-server-rounds=4",), devices="slow30x5")
     assert again.fleet == first.fleet
@@ -127,7 +127,7 @@ def test_transfers_take_time(tmp_path: Path) -> None:
     one, other = simulated.fleet.tasks
     assert one.bytes_down == other.bytes_down
     assert other.bytes_up == one.bytes_up > one.bytes_down
-    # How large a reply is shows when there has been one.
+    # The size of replies is known after the first one.
     down = one.bytes_down
     assert one.ended - one.begun == pytest.approx(down / 100 + 1 + down / 10)
     assert other.ended - other.begun == pytest.approx(down / 100 + 1 + one.bytes_up / 10)
@@ -159,7 +159,7 @@ def test_times_per_sample_come_from_what_replies_state(tmp_path: Path) -> None:
     )
     app = write_app(tmp_path, "states_examples", FEDAVG, client)
     simulated = run(app, tmp_path / "out", devices=str(devices), clients=2)
-    # 10 samples of the one and 20 of the other; each has trained once in each round.
+    # The one has 10 samples, the other 20; each trains once per round.
     assert spans(simulated) == [
         *sorted([("client-0", 0.0, 2.0), ("client-1", 0.0, 3.0)], key=_order(simulated, 0)),
         *sorted([("client-0", 3.0, 5.0), ("client-1", 3.0, 6.0)], key=_order(simulated, 1)),
@@ -170,7 +170,7 @@ def test_times_per_sample_come_from_what_replies_state(tmp_path: Path) -> None:
 
 
 def _order(simulated: Simulated, server_round: int) -> object:
-    """Return the order in which a round's messages were sent, which is drawn."""
+    """Return the order in which a round's messages were sent, which is random."""
     tasks = [task for task in simulated.fleet.tasks if task.kind == "train"]
     names = [task.client for task in tasks[2 * server_round : 2 * server_round + 2]]
     return lambda span: names.index(span[0])
@@ -251,7 +251,7 @@ def test_apps_that_do_not_seed_themselves_are_seeded(
     assert printed[0] == printed[1] != printed[2]
     drawn = printed[0].splitlines()[0].strip("[]").split(", ")
     assert len(set(drawn)) == 4
-    # What the process itself draws afterwards is what it would have drawn.
+    # The process's own random state is unchanged.
     assert random.getstate() == before
 
 
@@ -316,11 +316,11 @@ for stage in ("setup", "share_keys", "collect_masked_vectors", "unmask"):
 """
     simulated = run(write_app(tmp_path, "secure_stages", server), tmp_path / "out")
     assert simulated.reason == ""
-    # Each stage of training would take about a second.
+    # Otherwise each stage would take about a second, like training.
     assert simulated.fleet.end == pytest.approx(1.0, abs=0.2)
 
 
-# What a person can get wrong about a Flower app, and what is said then.
+# Invalid Flower apps, and their errors.
 
 
 def run_app(app: Path, **options: object) -> Simulated:
@@ -398,7 +398,7 @@ def test_names_that_flower_has_removed_are_reported(tmp_path: Path, line: str, n
 
 
 def test_an_app_with_a_torchvision_that_does_not_fit_torch(tmp_path: Path) -> None:
-    """As torch's CPU wheel with the package index's torchvision: the import is tried again."""
+    """A CPU build of torch with PyPI's torchvision: the import is repeated."""
     client = f"""
 import sys
 
@@ -451,7 +451,7 @@ def test_an_exception_in_the_serverapp_is_reported(
     simulated = run_app(folder)
     assert simulated.ending is AppEnding.FAILED
     assert simulated.reason == "the ServerApp raised ValueError: no such model"
-    # The person's own lines, and none of those that called them.
+    # The traceback has the user's own lines only.
     trace = capsys.readouterr().err
     assert "raises/server_app.py" in trace
     assert "raceme/simulation" not in trace
@@ -559,11 +559,11 @@ def test_unknown_devices_and_methods_are_errors(tmp_path: Path) -> None:
     assert "--run-config" in error(folder, strategy="casa", parameters={"lr": 0.2})
     assert "casa.gama" in error(folder, strategy="casa", parameters={"casa.gama": 0.2})
     assert "starts no strategy" in error(folder, strategy="casa")
-    # What was wrong has left nothing that is in the way.
+    # Failed attempts do not affect a later run.
     assert run_app(folder).ending is AppEnding.RETURNED
 
 
-# ServerApps that poll, pause, read the clock and never return, on virtual time.
+# ServerApps that poll, pause, read the clock or never return, on virtual time.
 
 
 DEVICES = """
@@ -590,7 +590,7 @@ def run_polls(tmp_path: Path, devices: str, name: str, main: str, **options: obj
 
 
 def printed(text: str) -> list[list[float]]:
-    """Return the numbers of each line that an app has printed."""
+    """Return the numbers of each line in an app's output."""
     return [[float(word) for word in line.split()] for line in text.splitlines()]
 
 
@@ -627,7 +627,7 @@ while len(replies) < len(ids):
 """,
         clients=3,
     )
-    # Two come at the same time, and together.
+    # Two replies arrive at the same time, and are returned together.
     assert printed(capsys.readouterr().out) == [[0, 0], [2, 2], [5, 3]]
     assert simulated.ending is AppEnding.RETURNED
     assert simulated.fleet.end == 5.0
@@ -648,7 +648,7 @@ print(time.perf_counter(), len(replies), time.time_ns() % 10**12 / 1e9)
 """,
     )
     assert printed(capsys.readouterr().out) == [[4, 1, 604]]
-    # The slow one had not answered: it was at work to the end.
+    # The slow client had not answered, and was busy until the end.
     assert simulated.fleet.busy()["client-1"] == [(0.0, 4.0)]
 
 
@@ -662,7 +662,7 @@ assert len(list(grid.send_and_receive(messages(grid), timeout=60.0))) == 2
 """,
     )
     assert simulated.ending is AppEnding.RETURNED
-    # The slow one begins its second task when it is done with the first.
+    # The slow client starts its second task after the first.
     assert simulated.fleet.end == 10.0
 
 
@@ -786,7 +786,7 @@ def test_a_client_that_goes_offline_is_missed_after_a_minute(tmp_path: Path) -> 
     assert (lost.begun, lost.ended, lost.answered) == (0.0, 4.0, 64.0)
 
 
-# One of Raceme's methods in the place of the strategy that an app starts.
+# One of Raceme's methods in the place of an app's strategy.
 
 
 PULLED_CLIENT = """
@@ -839,7 +839,7 @@ def test_a_method_takes_the_place_of_a_strategy(
     devices.write_text(ONE_SLOW)
     server = OWN.format(kind=kind)
     if kind == "Own":
-        # A class that is made inside main() is not there yet when strategies are replaced.
+        # A class that is defined inside main() does not exist yet when strategies are replaced.
         server = server.split("\n\n\nresult")[1]
         server = f"result{server}"
     app = write_app(tmp_path, f"starts_{kind.lower()}", server, PULLED_CLIENT)
@@ -855,14 +855,14 @@ def test_a_method_takes_the_place_of_a_strategy(
     simulated = simulate(settings)
     assert simulated.reason == ""
     assert simulated.ending is AppEnding.RETURNED
-    # The app's own start is not called, and what it returns is the method's.
+    # The app's own `start` is not called, and the result is the method's.
     assert capsys.readouterr().out == "RunResult\n"
     assert f"fedasync replaces {kind}." in caplog.text
-    # The slow device delays no other, and messages carry the app's configuration.
+    # The slow device does not delay others, and messages carry the app's configuration.
     tasks = [task for task in simulated.fleet.tasks if task.kind == "train"]
     assert not any(task.failure for task in tasks)
     assert len([task for task in tasks if task.answered <= 4.0]) > 8
-    # What a run of the method leaves is there, too.
+    # The artefacts of the method's run are written, too.
     record = read_run(tmp_path / "out")
     assert len(record.updates.seq) >= 12
     assert len(set(record.updates.client)) == 3
@@ -874,7 +874,7 @@ def test_a_method_takes_the_place_of_a_strategy(
 
 
 def replaced(tmp_path: Path, name: str, server: str, client: str = PULLED_CLIENT) -> Simulated:
-    """Simulate an app of four clients with FedAsync in the place of its strategy."""
+    """Simulate an app of four clients, with FedAsync instead of its strategy."""
     app = write_app(tmp_path, name, server, client)
     options = {"clients": 4, "devices": "uniform", "strategy": "fedasync", "workers": 0}
     return simulate(Settings(app, out=tmp_path / "out", **options))  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def test_late_attackers_come_online_at_their_time_and_stay() -> None:
     nodes = [grid.nodes[number].node_id for number in sorted(attackers_of(config))]
     grid.pass_time(7.0)
     assert not set(nodes) & set(grid.get_node_ids())
-    # Without the option these devices come and go; an attacker does not leave again.
+    # An attacker that has joined stays online, unlike its device without the option.
     for _ in range(20):
         grid.pass_time(1.0)
         assert set(nodes) <= set(grid.get_node_ids())
@@ -191,7 +191,7 @@ SMALL: dict[str, object] = {
 
 
 class Note(Method):
-    """Keeps what arrives, and changes nothing."""
+    """Records updates, and changes no model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Note(Method):
 
 
 def replies(config: RunConfig) -> dict[int, np.ndarray]:
-    """Return what each client of one round sends, less the initial model."""
+    """Return the Δ of each client in one round."""
     initial, method = models.initial_arrays(config), Note()
     method.run(
         experiment.build_grid(config),
@@ -230,13 +230,13 @@ def test_honest_clients_send_what_they_send_without_attackers(
 ) -> None:
     turn: dict[str, object] = {"attack_turn": 0.0} if attack in ("mimic", "long-good") else {}
     if attack == f"{ON_TRUST}Pulse":
-        # Requests 0 to 7 are the first of eight clients: not the third of each.
+        # Requests are numbered over all clients, so that 0 to 7 are the clients' first ones.
         monkeypatch.setattr(ATTACKS[attack], "is_due", SignFlip.is_due)
     config = config_of(**SMALL, attack=attack, attackers=0.25, **turn)
     clean, attacked, bad = replies(config_of(**SMALL)), replies(config), attackers_of(config)
     assert len(bad) == 2
     for client, delta in clean.items():
-        # A liar trains honestly.
+        # With false claims only, an attacker trains honestly.
         honest = client not in bad or attack == "claims"
         assert np.array_equal(delta, attacked[client]) == honest, client
     if attack == "sign-flip":
@@ -244,13 +244,13 @@ def test_honest_clients_send_what_they_send_without_attackers(
     if attack == "scale":
         np.testing.assert_allclose(attacked[min(bad)], 1000 * clean[min(bad)], rtol=1e-3, atol=1e-2)
     if attack == "edge-anti":
-        # Of one group all know the same: the mean of its three honest clients.
+        # Attackers of a group know the same: the mean of its three honest clients.
         groups = datasets.true_groups(config)
         mates = [c for c in clean if groups[c] == groups[min(bad)] and c not in bad]
         mean = np.mean([clean[mate] for mate in mates], axis=0)
         sent = attacked[min(bad)]
         cosine = sent @ mean / np.linalg.norm(sent) / np.linalg.norm(mean)
-        # It draws its mini-batches of their samples in an order of its own.
+        # The attacker draws its mini-batches of their samples in another order.
         assert cosine < -0.98
         assert np.linalg.norm(sent) == pytest.approx(
             9 * np.median([np.linalg.norm(clean[mate]) for mate in mates]), rel=0.05
@@ -279,7 +279,7 @@ def test_only_weights_are_attacked_and_measured(keys: dict[str, object]) -> None
 
 
 def run_method(method: Method, config: RunConfig, updates: int) -> None:
-    """Run a method of the test's own for some updates per client."""
+    """Run a strategy of the test for a number of updates per client."""
     method.run(
         experiment.build_grid(config),
         models.initial_arrays(config),
@@ -290,14 +290,14 @@ def run_method(method: Method, config: RunConfig, updates: int) -> None:
 
 
 def sent_in_turn(config: RunConfig) -> dict[int, list[np.ndarray]]:
-    """Return what each client sends in a run of two updates for each, as models."""
+    """Return the models that each client sends in a run of two updates per client."""
 
     class NoteAll(Method):
         def aggregate(self, updates: Sequence[Update]) -> Outcomes:
             for update in updates:
                 number = int(update.task.client.removeprefix("client-"))
                 found.setdefault(number, []).append(update.vector)
-            # Each update is the model from here on.
+            # Each update replaces the model.
             self.models[0].replace(updates[-1].vector)
             return {update.number: Outcome(0, 0, 1.0) for update in updates}
 
@@ -322,7 +322,7 @@ def test_noise_is_drawn_anew_in_each_round() -> None:
     config = config_of(**SMALL, attack="noise", attackers=0.25)
     run_method(NoteRounds(), config, 2)
     for attacker in attackers_of(config):
-        # The noise of 650 weights is 0.2 √650 = 5 times as long as the honest update.
+        # The noise on 650 weights has the length 0.2 √650, 5 times the honest update's.
         first, second = found[f"client-{attacker}"]
         assert abs(cosine(first, second)) < 0.5
 
@@ -354,7 +354,7 @@ def test_lying_attackers_state_false_numbers() -> None:
         {"num-examples": 60, "train-loss": 0.5},
         numbers={
             "label-counts": np.array([10, 20, 30]),
-            # FedRC's: a row for each model.
+            # FedRC's masses have a row per model.
             "label-masses": np.array([[9.0, 1.0], [1.0, 39.0], [0.0, 10.0]]),
             "losses": np.array([[0.5, 1.0], [2.0, 4.0]], np.float32),
             "shares": np.array([0.7, 0.2, 0.1]),
@@ -367,7 +367,7 @@ def test_lying_attackers_state_false_numbers() -> None:
 
     sizes, labels, fit = stated("sizes"), stated("labels"), stated("fit")
     assert sizes.metrics == {"num-examples": 60_000, "train-loss": 0.5}
-    # The counts go on adding up to the examples.
+    # The counts still sum to the number of examples.
     assert sizes.numbers["label-counts"].tolist() == [10_000, 20_000, 30_000]
     assert sizes.numbers["label-masses"].sum() == 60_000
     assert labels.numbers["label-masses"].tolist() == [[1, 9], [39, 1], [10, 0]]
@@ -396,7 +396,7 @@ def test_liars_are_believed_up_to_what_is_plausible() -> None:
     for number, size in sizes.items():
         name = f"client-{number}"
         assert fleet.clients[name].num_examples == (1000 * size if number in liars else size)
-        # All have as many, but for one or two: ten times the median, and a little for the spread.
+        # All clients have nearly the same size: ten times the median, and a little for the spread.
         most = 11 * size if number in liars else size
         assert size <= fleet.plausible_examples(name) <= most
 
@@ -424,11 +424,11 @@ def test_a_liar_states_another_model_than_it_has_trained() -> None:
 def test_attackers_are_honest_up_to_the_first_attacked_request() -> None:
     attacked = {**SMALL, "attack": "sign-flip", "attackers": 0.25}
     clean, later = replies(config_of(**SMALL)), replies(config_of(**attacked, attack_start=8))
-    # The eight requests of a round are numbers 0 to 7.
+    # The eight requests of a round have the numbers 0 to 7.
     assert all(np.array_equal(clean[client], later[client]) for client in clean)
     bad = attackers_of(config_of(**attacked))
     first = min(bad)
-    # Requests are numbered in the order of the clients: the option is the first that is attacked.
+    # Requests are numbered in client order: the option is the first attacked request.
     from_first = replies(config_of(**attacked, attack_start=first))
     assert {c for c in clean if not np.array_equal(clean[c], from_first[c])} == bad
     rest = replies(config_of(**attacked, attack_start=first + 1))
@@ -524,7 +524,7 @@ def test_an_honest_client_tests_a_backdoor_with_the_model_and_data_it_has_now(
     spec, bad = ModelSpec.of(models.initial_arrays(config)), sorted(attackers_of(config))
     honest = next(number for number in range(8) if number not in bad)
     own = np.zeros(spec.size, np.float32)
-    # Weights of 0: a model that takes every input for the class with the largest bias.
+    # Weights of 0: the model predicts the class with the largest bias for every input.
     label = int(datasets.client_data(config, honest, 1).y_test[0])
     own[label - 10] = 1.0
 
@@ -535,7 +535,7 @@ def test_an_honest_client_tests_a_backdoor_with_the_model_and_data_it_has_now(
         asked = message("evaluate", told, models.initial_arrays(config))
         return app(asked, node).content.metric_records["metrics"]
 
-    # On samples as they are, success is accuracy.
+    # With an empty trigger, the success of the attack equals the accuracy.
     monkeypatch.setattr(Backdoor, "triggered", lambda _, samples: samples)
     wanted: dict[str, bool] = {"backdoor-success": True}
     found = tested(honest, **wanted)
@@ -543,7 +543,7 @@ def test_an_honest_client_tests_a_backdoor_with_the_model_and_data_it_has_now(
     plain = {name: value for name, value in found.items() if name != "backdoor-success"}
     assert plain == dict(tested(honest))
     assert "backdoor-success" not in tested(bad[0], **wanted)
-    # Without samples to trigger.
+    # Without samples for the trigger no success is reported.
     monkeypatch.setattr(Backdoor, "triggered", lambda *_: None)
     assert dict(tested(honest, **wanted)) == plain
 
@@ -567,7 +567,7 @@ def test_a_pulse_comes_with_every_third_request_for_each_client() -> None:
     config = config_of(attack=f"{ON_TRUST}Pulse", attack_start=100)
     due = [number for number in range(240) if attack_of(config).is_due(number, config)]
     assert due == [*range(100, 120), *range(160, 180), *range(220, 240)]
-    # In rounds each client has one request for each number.
+    # In rounds request numbers count rounds.
     config = config_of(attack=f"{ON_TRUST}Pulse", strategy="fedavg")
     assert [n for n in range(7) if attack_of(config).is_due(n, config)] == [2, 5]
 

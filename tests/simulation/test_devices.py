@@ -83,7 +83,7 @@ def test_the_seed_decides_who_is_slow(name: str) -> None:
 
 
 def test_fleets_and_durations_are_those_of_earlier_versions() -> None:
-    # Recorded before devices had a random part: what was reproducible remains so.
+    # Recorded with an earlier version: results must stay reproducible.
     expected = {
         "slow30x5": [1.0023643249400513, 5.450463696325936, 0.9288319225439268],
         "range1to5": [3.1199108577208596, 3.678939969121946, 2.898432863318956],
@@ -164,13 +164,13 @@ def test_an_update_of_the_papers_budgets_takes_seconds_on_fdma() -> None:
     means = np.array([device.mean_duration(load) for device in devices])
     assert 0.3 < means.min() < 0.5 < 5.0 < means.max() < 10.0
     assert 1.0 < np.median(means) < 2.0
-    # Stragglers: one in a hundred takes more than three times as long as the usual device.
+    # Stragglers: one client in a hundred takes more than three times the median.
     assert np.quantile(means, 0.99) > 3 * np.median(means)
     up = np.array([31_400 / device.bandwidth_up for device in devices])
     assert 0.1 < np.median(up) < 0.4 < 3.0 < up.max()
 
 
-# A person's own.
+# A user's own profiles.
 
 
 def test_groups_are_laid_over_what_is_common(tmp_path: Path) -> None:
@@ -205,13 +205,13 @@ def test_shares_do_not_overlap_and_may_add_up_to_everybody(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("shares", "clients", "expected"),
     [
-        # 2.5 and 2.5: one client is left, and at a tie the earlier group has it.
+        # 2.5 and 2.5: one client remains, and at a tie the earlier group gets it.
         ((0.5, 0.5), 5, (3, 2, 0)),
-        # 1.665 each and 0.005 without a group: two are left for the three fractions of 0.665.
+        # 1.665 each and 0.005 without a group: two remain for the three fractions of 0.665.
         ((0.333, 0.333, 0.333), 5, (2, 2, 1, 0)),
-        # 1.2 and 1.2, 1.6 without a group: the largest fraction is that of those without.
+        # 1.2 and 1.2, 1.6 without a group: the largest fraction is that of clients without one.
         ((0.3, 0.3), 4, (1, 1, 2)),
-        # 0.2, 0.2, 0.2 and 1.4: the one that is left has no group, as most of them.
+        # 0.2, 0.2, 0.2 and 1.4: the remaining client has no group, as most of them.
         ((0.1, 0.1, 0.1), 2, (0, 0, 0, 2)),
         ((0.29,), 100, (29, 71)),
         ((0.3,), 0, (0, 0)),
@@ -241,7 +241,7 @@ def test_an_empty_profile_is_a_fleet_of_default_devices(tmp_path: Path) -> None:
     assert fleet(profile(tmp_path, ""), 2, 0) == [Device(), Device()]
 
 
-# Coming and going.
+# Availability.
 
 
 def test_set_periods_switch_at_their_ends() -> None:
@@ -322,7 +322,7 @@ def test_a_saved_device_continues_as_if_it_had_not_been_saved() -> None:
         assert restored.begin(LOAD, 1.0, 100.0) == model.begin(LOAD, 1.0, 100.0)
 
 
-# Mistakes.
+# Errors.
 
 
 def test_an_unknown_profile_is_met_with_the_nearest_one() -> None:
@@ -408,7 +408,7 @@ def test_a_short_task_takes_a_share_of_what_any_task_takes() -> None:
     assert time == pytest.approx(0.5 + 0.5)
 
 
-# What a message weighs.
+# Sizes of messages.
 
 
 def test_the_size_of_settings_is_flowers_and_empty_ones_weigh_their_names() -> None:
@@ -423,12 +423,12 @@ def test_the_size_of_settings_is_flowers_and_empty_ones_weigh_their_names() -> N
         }
     )
     assert bytes_of(RecordDict({"config": filled})) == filled.count_bytes()
-    # Flower's own count raises on each of these.
+    # Flower's own count raises an error for each of these.
     empty = ConfigRecord({"text": "", "raw": b"", "list": [], "texts": [""]})
     assert bytes_of(RecordDict({"config": empty})) == len("textrawlisttexts")
 
 
-# Traces: the times of an earlier run, played again on virtual time.
+# Traces: the times of an earlier run, replayed on virtual time.
 
 
 CHURN = """
@@ -451,7 +451,7 @@ KEYS = {"clients": 5, "groups": "0.5,0.5", "max-updates": 60, "workers": "0", "t
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on devices of which everything is random: it stands for one on real devices."""
+    """A run on devices with random behaviour, in the place of one on real devices."""
     folder = tmp_path_factory.mktemp("trace")
     (folder / "churn.toml").write_text(CHURN)
     return play(folder / "out", str(folder / "churn.toml"), strategy="fedasync", seed=5)
@@ -464,7 +464,7 @@ def play(out: Path, devices: str, **keys: Any) -> Path:
 
 
 def arrivals(record: RunRecord) -> list[tuple[str, float]]:
-    """Who replied when, useful or not, to the microsecond."""
+    """Return client and time of all replies, accepted or not, to the microsecond."""
     rows = [
         (float(time), str(client))
         for kind in (record.updates, record.rejections)
@@ -476,7 +476,7 @@ def arrivals(record: RunRecord) -> list[tuple[str, float]]:
 def test_replies_arrive_in_the_recorded_order_and_at_the_recorded_times(
     recorded: Path, tmp_path: Path
 ) -> None:
-    # Another method and seed, other models: the same times.
+    # Method, seed and models differ, but the times are the same.
     replayed = play(tmp_path / "out", f"trace:{recorded}", strategy="casa", seed=1)
     then, now = read_run(recorded), read_run(replayed)
     assert len(then.rejections.time) > 2
@@ -496,9 +496,9 @@ def test_a_longer_run_begins_again_with_the_first_recorded_task(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("sent", "seconds"),
     [
-        # Each goes on when the server has handed out its next task, 0.125 or 0.25 s later.
+        # Each client continues when the server has sent its next task, 0.125 or 0.25 s later.
         ({"client-0": [0.0, 1.125], "client-1": [0.0, 1.75]}, {0: [1.0, 1.125], 1: [1.5, 1.25]}),
-        # Both wait for the slower one.
+        # Both wait for the slower client.
         ({"client-0": [0.0, 1.75], "client-1": [0.0, 1.75]}, {0: [1.0, 1.0], 1: [1.5, 1.0]}),
     ],
     ids=["at once", "in rounds"],
@@ -506,7 +506,7 @@ def test_a_longer_run_begins_again_with_the_first_recorded_task(tmp_path: Path) 
 def test_what_the_server_took_is_of_the_rhythm_and_waiting_for_others_is_not(
     tmp_path: Path, sent: dict[str, list[float]], seconds: dict[int, list[float]]
 ) -> None:
-    """Without staleness, as of clients that have a cluster each."""
+    """Without staleness, as if each client had its own cluster."""
     first = {"client-0": 1.0, "client-1": 1.5}
     tasks = [(client, at[0], at[0] + first[client]) for client, at in sent.items()]
     tasks += [(client, at[1], at[1] + 1.0) for client, at in sent.items()]
@@ -552,7 +552,7 @@ def test_a_recorded_device_is_online_when_it_was_online(tmp_path: Path) -> None:
 
 
 def record(folder: Path, seconds: dict[str, list[float]]) -> Path:
-    """Write a run store of clients that were there from the start."""
+    """Write a run store of clients that were online from the start."""
     with RunStore(folder) as store:
         number = 0
         for client, durations in seconds.items():
@@ -569,7 +569,7 @@ def update(number: int, client: str, sent: float, returned: float) -> events.Upd
     return events.UpdateApplied(number, returned, client, 0, 0, 0, 0.5, sent, 0.1, 1, 1)
 
 
-# Mistakes.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -603,7 +603,7 @@ def test_on_virtual_time_no_clock_of_a_machine_is_asked(recorded: Path) -> None:
     assert all(update.started_at is None and update.finished_at is None for update in updates)
 
 
-# The radio uplink: path loss and Shannon's rate by hand, and what cannot be.
+# The radio uplink: path loss and Shannon's rate by hand, and invalid values.
 
 
 def link(**values: float) -> Uplink:
@@ -613,7 +613,7 @@ def link(**values: float) -> Uplink:
 
 def test_the_path_loss_by_hand() -> None:
     assert path_loss(1.0) == 128.1
-    # A tenth of the distance: 37.6 dB less.
+    # At a tenth of the distance: 37.6 dB less.
     assert path_loss(0.1) == pytest.approx(90.5)
     # log10(2) = 0.30103.
     assert path_loss(2.0) == pytest.approx(128.1 + 11.3187, abs=1e-4)
@@ -635,7 +635,7 @@ def test_the_rate_falls_with_the_distance_and_grows_with_the_band() -> None:
 
 
 def test_a_weak_signal_has_a_small_rate_and_not_none() -> None:
-    # At -200 dB 1 + SNR is 1 in floating point; log2(1 + s) is s / ln 2 there.
+    # At -200 dB 1 + SNR is 1 in floating point, where log2(1 + s) is s / ln 2.
     weak = link(transmit_dbm=-185.9)
     assert weak.bytes_per_second == pytest.approx(1e6 * 1e-20 / math.log(2) / 8)
 

@@ -1,4 +1,4 @@
-"""Executors give the same results, also if workers die."""
+"""Executors give the same results, even if workers die."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def pool() -> Iterator[Pool]:
     executor.close()
 
 
-# A whole run.
+# A complete run.
 
 
 def casa(executor: Executor, kill_at: int | None = None) -> tuple[list[str], list[np.ndarray]]:
-    """Run CASA on the digits; return all that it reports, and its models."""
+    """Run CASA on the digits; return its events and its models."""
     config = experiment.resolve(RunConfig(max_updates=120, workers="0"))
     grid = experiment.build_grid(config)
     grid = VirtualGrid(client_app.app, grid.nodes, config.to_mapping(), executor=executor)
@@ -115,8 +115,8 @@ def test_a_pools_reply_has_the_time_to_live_that_is_left(pool: Pool) -> None:
 
 @pytest.mark.parametrize("size", [10, 499, 501, 300_000])
 def test_arrays_larger_than_the_shared_memory_come_through_too(pool: Pool, size: int) -> None:
-    # 2,000 bytes of shared memory hold 499 - 32 numbers and their header; 300,000 do not fit
-    # into a pipe at once, and all four are on their way at the same time.
+    # 2,000 bytes of shared memory hold 499 - 32 numbers and their header; 300,000 do not fit into a
+    # pipe at once, and all four messages are in transit at the same time.
     values = np.arange(size, dtype=np.float32)
     record = ArrayRecord({"w": to_array(values)})
     sent = [message_to(1, "query.double", arrays=record) for _ in range(4)]
@@ -166,7 +166,7 @@ def test_workers_tidy_up_when_they_end(tmp_path: Path) -> None:
     config = ConfigRecord({"mark": str(tmp_path / "mark")})
     assert ask(pool, message_to(1, "query.tidy", config=config), context_of()).has_content()
     pool.close()
-    # A semaphore that is left behind would be complained of in the run's output.
+    # Otherwise the run's output would warn of a leaked semaphore.
     assert (tmp_path / "mark").exists()
 
 
@@ -181,7 +181,7 @@ def test_a_clientapp_may_start_processes_of_its_own(tmp_path: Path) -> None:
 
 
 def test_workers_and_what_forks_them_are_deaf_to_what_a_whole_group_gets(tmp_path: Path) -> None:
-    """`timeout` and systemd send SIGTERM to all processes: what becomes of them is the run's."""
+    """`timeout` and systemd send SIGTERM to all processes; the run decides about its workers."""
     before = {process.pid for process in multiprocessing.active_children()}
     pool = Pool("pool_apps:app", workers=1)
     (worker,) = {process.pid for process in multiprocessing.active_children()} - before
@@ -191,7 +191,7 @@ def test_workers_and_what_forks_them_are_deaf_to_what_a_whole_group_gets(tmp_pat
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(worker, number)
         os.kill(forks, number)
-    # It begins only now, and another one can still be forked.
+    # The worker starts only now, and another one can still be forked.
     assert ask(pool, message_to(1, "query.echo"), context_of()).has_content()
     os.kill(worker, signal.SIGTERM)
     config = ConfigRecord({"mark": str(tmp_path / "mark")})
@@ -208,7 +208,7 @@ def test_a_signal_that_comes_while_a_worker_is_started_is_not_lost() -> None:
     before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
         with _blocked_signals():
-            # To this thread: another one of the tests' process would not hold it back.
+            # To this thread, because another thread of the tests' process would take the signal.
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
             assert not told
         assert told == [signal.SIGTERM]
@@ -217,7 +217,7 @@ def test_a_signal_that_comes_while_a_worker_is_started_is_not_lost() -> None:
 
 
 def in_group(group: int) -> int:
-    """Return how many processes are in a process group."""
+    """Return the number of processes in a process group."""
     found = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -230,7 +230,7 @@ def in_group(group: int) -> int:
 def test_a_run_whose_whole_group_is_told_to_stop_leaves_a_checkpoint(
     processes: int, tmp_path: Path
 ) -> None:
-    """The run, Python's own helper, what workers are forked from, which imports; two workers."""
+    """The run, Python's resource tracker, the forking process while it imports, and two workers."""
     out, log = tmp_path / "run", tmp_path / "log"
     command = ["run", "--max-updates", "100000", "--workers", "2", "--out", str(out)]
     with log.open("w") as file:
@@ -286,7 +286,7 @@ def test_workers_end_with_the_process_that_started_them() -> None:
         "Pool('pool_apps:app', workers=2); os.kill(os.getpid(), signal.SIGKILL)"
     )
     here = str(Path(__file__).parents[1])
-    # The workers have its standard output too: it ends when the last one does.
+    # The workers inherit its standard output, which closes when the last one ends.
     subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])},
@@ -310,7 +310,7 @@ def test_a_script_that_does_not_guard_its_run_can_have_workers(tmp_path: Path) -
     assert done.stdout == "updates 4\n", done.stderr
 
 
-# Which executor a run gets.
+# The choice of the executor.
 
 
 def test_auto_starts_no_workers_for_little_work() -> None:

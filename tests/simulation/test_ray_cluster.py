@@ -1,4 +1,4 @@
-"""Ray tasks give the same results as one process, also if processes die."""
+"""Ray tasks give the same results as one process, even if processes die."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs raceme[s
 
 @pytest.fixture(scope="module")
 def tasks() -> Iterator[object]:
-    """A Ray of one CPU of its own, with the small apps."""
+    """A local Ray cluster with one CPU, and the small apps."""
     from raceme.simulation.ray_cluster import RayTasks
 
     with pytest.MonkeyPatch.context() as patch:
-        # Not one that happens to run on this machine.
+        # Avoids a cluster that happens to run on this machine.
         patch.setenv("RAY_ADDRESS", "local")
         executor = RayTasks("pool_apps:app", "ray", cores=1)
         yield executor

@@ -37,7 +37,7 @@ STORE = 100_000_000
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """One node; `ray` is the cluster, also for the processes of a test."""
+    """A cluster of one node; `ray` is its address, also for the processes of a test."""
     from ray.cluster_utils import Cluster
 
     port = free_port()
@@ -58,7 +58,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def added(cluster: Any) -> Iterator[Callable[..., Any]]:
-    """Adds nodes for one test."""
+    """Add nodes for one test."""
     nodes = []
 
     def add(**settings: Any) -> Any:
@@ -74,7 +74,7 @@ def added(cluster: Any) -> Iterator[Callable[..., Any]]:
 def run_of(
     strategy: str, executor: Executor, kill: Callable[[], None] = lambda: None
 ) -> tuple[list[str], dict[int, bytes]]:
-    """Run a method on the digits; return all that it reports, and its models."""
+    """Run a method on the digits; return its events and its models."""
     config = RunConfig(strategy=strategy, max_updates=120, clients=12, workers="0")
     config = experiment.resolve(config)
     grid = experiment.build_grid(config)
@@ -104,7 +104,7 @@ def test_a_run_on_three_nodes_is_the_run_in_one_process_though_one_is_killed(
     strategy: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """IFCA sends several models to each client, FedSoft's clients keep a model of their own."""
+    """IFCA sends several models to each client, and FedSoft's clients keep their own model."""
     plain = run_of(strategy, InProcess(client_app.app))
     _, doomed = added(), added()
     executor = executor_for(APP, "ray")
@@ -118,7 +118,7 @@ def test_a_run_on_three_nodes_is_the_run_in_one_process_though_one_is_killed(
 
 
 def test_another_runs_own_cluster_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends with that run."""
+    """The cluster of the other run ends with that run."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     other = (
         "import ray; ray.init(address='local', num_cpus=1, include_dashboard=False, "
@@ -165,7 +165,7 @@ def files(tmp_path: Path) -> str:
 
 
 def loaded(files: str) -> RunConfig:
-    """Return a configuration whose data are in this process's memory."""
+    """Return a configuration whose data are in this process's cache."""
     keys = {"dataset": "npz", "clients": 2, "max-updates": 4, "data-file": files}
     config = experiment.resolve(RunConfig.from_mapping(keys))
     datasets.client_data(config, 0)
@@ -205,7 +205,7 @@ def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def content_of(folder: Path) -> list[object]:
-    """Return all that is in a run's store."""
+    """Return all contents of a run's store."""
     with sqlite3.connect(folder / "run.sqlite") as store:
         tables = store.execute("select name from sqlite_master where type='table'").fetchall()
         return [store.execute(f"select * from {name}").fetchall() for (name,) in sorted(tables)]
@@ -225,11 +225,11 @@ def test_ctrl_c_ends_in_order_and_the_run_goes_on_in_one_process(
             seen.append(line)
             if line.startswith("evaluated at 12 updates"):
                 break
-        # As a terminal does it: to all processes of the group.
+        # Like a terminal, to all processes of the group.
         os.killpg(run.pid, signal.SIGINT)
         rest = run.stdout.read()
         assert run.wait(120) == 130, "".join(seen) + rest
-    # Nothing of Ray's, and no traceback.
+    # No message of Ray, and no traceback.
     assert "Traceback" not in rest
     assert "ray" not in "".join(seen) + rest.lower()
     updates = str(updates_of(tmp_path / "out") + 30)
@@ -241,7 +241,7 @@ def test_ctrl_c_ends_in_order_and_the_run_goes_on_in_one_process(
 
 
 def updates_of(folder: Path) -> int:
-    """Return how many updates a run's store has."""
+    """Return the number of updates in a run's store."""
     with sqlite3.connect(folder / "run.sqlite") as store:
         return int(store.execute("select count(*) from updates").fetchone()[0])
 

@@ -1,4 +1,4 @@
-"""Stacked clients: the same as one by one, but for rounding."""
+"""Stacked clients: the same results as one by one, except for rounding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raceme.training.models import Samples
 def training_messages(
     config: RunConfig, mask: float | None = None, kind: str = "train", **settings: float
 ) -> tuple[list[Message], list[Context]]:
-    """Return a message of the initial model to every client, and their contexts."""
+    """Return a message with the initial model for every client, and their contexts."""
     record = models.initial_arrays(config)
     records: dict[str, object] = {"arrays": record}
     if mask is not None:
@@ -144,7 +144,7 @@ def test_the_networks_of_images_learn_stacked_what_they_learn_alone(
         for name, array in one["arrays"].items():
             before, alone, together = map(from_array, (start[name], array, other["arrays"][name]))
             moved = np.abs(alone - before).max()
-            # Rounding is a small part of what has been learned, not merely of the weights.
+            # Rounding errors are small relative to the change of the weights.
             assert moved > 0, name
             np.testing.assert_allclose(together, alone, rtol=0, atol=2e-3 * moved)
     assert stacked.batches.clients == len(sizes)
@@ -159,7 +159,7 @@ def test_masked_weights_stay_as_received_in_a_stack(executor: Executor) -> None:
         for name, array in reply["arrays"].items():
             before, after, trained = (from_array(a) for a in (start[name], array, mask[name]))
             np.testing.assert_array_equal(after[trained == 0], before[trained == 0])
-            # Pixels that are always black have no gradient.
+            # Weights of pixels that are always black do not change.
             assert name == "hidden.weight" or (after != before)[trained == 1].mean() > 0.5
 
 
@@ -240,7 +240,7 @@ def test_batch_normalisation_is_stacked(batch_norm: str) -> None:
 
 
 class Limited(TorchDispatchMode):
-    """Memory in which no tensor has more than some number of elements."""
+    """Memory in which no tensor may have more than some number of elements."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ def test_kinds_that_are_named_are_stacked_as_those_that_are_not() -> None:
         asked.append(message.metadata.message_id)
     answered = [executor.result(asked[node]).content for node in (1, 0)]
     assert ["arrays" in content for content in answered] == [True, False]
-    # With one reply came the other of its kind.
+    # The other replies of the same kind were computed in the same batch.
     assert set(executor._done) == set(asked[2:])
 
 
@@ -410,7 +410,7 @@ def test_actors_of_a_cluster_do_what_one_stack_does(monkeypatch: pytest.MonkeyPa
             _, others = training_messages(config)
             for message in messages:
                 message.content["config"]["kind"] = TRAIN_BESIDE
-            # The second time on the state that the first has left.
+            # The second time starts from the state that the first has left.
             for _ in range(2):
                 for executor, own in ((actors, contexts), (here, others)):
                     for message, context in zip(messages, own, strict=True):
@@ -428,14 +428,14 @@ def test_actors_of_a_cluster_do_what_one_stack_does(monkeypatch: pytest.MonkeyPa
                             np.testing.assert_allclose(
                                 from_array(other.state[name][key]), from_array(array), atol=1e-6
                             )
-            # Each actor has its clients' part of each batch.
+            # Each actor gets its share of the clients of each batch.
             assert actors.mean_batch == pytest.approx(here.mean_batch / count)
             actors.close()
     finally:
         cluster.close()
 
 
-# Samples of stacked clients: they stay where they are for as long as they exist.
+# Samples of stacked clients keep their place for as long as they exist.
 
 
 def samples(count: int, value: float) -> Samples:
@@ -443,7 +443,7 @@ def samples(count: int, value: float) -> Samples:
 
 
 def held(store: SampleStore, own: Samples) -> bool:
-    """Whether the store has samples at their place."""
+    """Whether the store has samples at their offset."""
     x, y = store.select(torch.arange(len(own)) + store.offset(own))
     return torch.equal(x, own.x) and torch.equal(y, own.y)
 

@@ -1,4 +1,4 @@
-"""Steps that are recorded once and replayed: the same results, and nothing is recorded twice."""
+"""Steps that are recorded once and replayed: the same results, and no repeated recording."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raceme.training.models import Network, Samples
 
 
 class Recording:
-    """Replays as a graph does: a step's warm-up leaves no trace, and shapes are rounded up."""
+    """Replays like a CUDA graph: warm-up has no effects, and shapes are rounded up."""
 
     def __init__(self) -> None:
         self.recorded, self.replayed = list[int](), list[int]()
@@ -106,12 +106,12 @@ def test_a_step_is_recorded_once() -> None:
     once = len(recording.recorded)
     again = trained(recording, own, data, stack)
     assert len(recording.recorded) == once
-    # Former results stay what they were.
+    # Results of earlier batches are not overwritten.
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one.model.weights, other.model.weights)
     fewer = trained(recording, own, data[:3], stack)
     assert torch.allclose(fewer[1].model.weights, first[1].model.weights, atol=1e-6)
-    # Samples for which there is no room are put elsewhere, with all: recorded steps look there not.
+    # Without room the store moves with all samples, and steps are recorded anew.
     (store,) = stack._stores.values()
     moves, once = store.moves, len(recording.recorded)
     others = Samples(np.zeros((len(store) + 1, 6), np.float32), np.zeros(len(store) + 1, np.int64))

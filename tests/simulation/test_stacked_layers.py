@@ -1,4 +1,4 @@
-"""Layers of many networks at once: outputs and gradients of each as if it were alone."""
+"""Layers of many networks at once: the same outputs and gradients as one by one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_alike(module: nn.Module, *shape: int, tokens: int = 0, training: bool
     torch.manual_seed(0)
     module = module.double()
     network = Network(module)
-    # `Network` is of float32: here it need not be, and differences are not of rounding.
+    # Only `Network` itself requires float32; in float64 differences are not due to rounding.
     weights = torch.randn(NETWORKS, len(network.weights), dtype=torch.float64) * 0.3
     own = StackedNetwork(network)
     parameters, arrays = stacked_arrays(own, weights)
@@ -69,7 +69,7 @@ def assert_alike(module: nn.Module, *shape: int, tokens: int = 0, training: bool
 
 @pytest.mark.parametrize(
     ("by_matrices", "numbers"),
-    # Images as they are; unfolded, each of 8 · 8 places has 4 · 3 · 3 pixels.
+    # The images, and unfolded 4 · 3 · 3 pixels for each of 8 · 8 places.
     [(False, 3 * 2 * 4 * 8 * 8), (True, 3 * 2 * 8 * 8 * 4 * 3 * 3)],
 )
 def test_unfolded_images_count_as_memory(by_matrices: bool, numbers: int) -> None:
@@ -80,7 +80,7 @@ def test_unfolded_images_count_as_memory(by_matrices: bool, numbers: int) -> Non
 
 
 def on_images(*layers: nn.Module) -> nn.Module:
-    # Parameters of the tests, which the tests change.
+    # Copied, since the layers are parameters of the tests, which change them.
     return nn.Sequential(*copy.deepcopy(layers), nn.Flatten(), nn.LazyLinear(3))
 
 
@@ -189,7 +189,7 @@ def test_recurrent_layers_are_stacked(layer: nn.Module, tokens: int) -> None:
 
 
 class Functions(nn.Module):
-    """Sums, products and shapes of what passes through."""
+    """Sums, products and reshapes of the activations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every registered method's clients answer stacked what they answer alone, but for rounding."""
+"""Clients of every registered method give the same answers stacked and alone, up to rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 class Compared:
-    """Works alone, and compares each reply and each state with those of stacked clients."""
+    """Works alone, and compares each reply and state with those of stacked clients."""
 
     def __init__(self) -> None:
         self.alone, self.stacked = InProcess(client_app.app), Stacked()
@@ -75,7 +75,7 @@ def assert_close(one: RecordDict, other: RecordDict) -> None:
 
 
 def work(method: str, **settings: Any) -> Stacked:
-    """Let some clients work for a method; return the executor of the stacked ones."""
+    """Let some clients work for a method; return the executor with the stacked ones."""
     keys = {"strategy": method, "clients": 6, "eval-every": 6, "max-updates": 18, "seed": 1}
     config = experiment.resolve(RunConfig.from_mapping(keys | NEEDS.get(method, {}) | settings))
     executor, strategy = Compared(), experiment.build_strategy(config)

@@ -1,4 +1,4 @@
-"""The virtual grid: its event queue, messages, churn, and replies that are given up."""
+"""The virtual grid: event queue, messages, churn, and cancelled messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HUNDRED_BYTES = ArrayRecord({"w": Array("uint8", (99,), "raw", bytes(99))})
 
 
 def echo_app() -> ClientApp:
-    """An app that says how often its node has answered."""
+    """An app that reports how often its node has answered."""
     app = ClientApp()
 
     @app.train()
@@ -67,14 +67,14 @@ def query(node: int, ttl: float = 1000.0) -> Message:
 
 
 def arrival(grid: VirtualGrid, message: Message) -> float:
-    """Push a message and return when its reply comes."""
+    """Send a message and return the arrival time of its reply."""
     (message_id,) = grid.push_messages([message])
     (reply,) = grid.pull_messages([message_id])
     assert reply.metadata.reply_to_message_id == message_id
     return grid.now()
 
 
-# When replies come.
+# Arrival times.
 
 
 def test_a_round_is_download_computation_and_upload() -> None:
@@ -131,7 +131,7 @@ def test_a_node_keeps_its_state_between_messages() -> None:
     assert counts == [1, 2, 1]
 
 
-# Ways of waiting.
+# Ways to wait.
 
 
 def test_the_grid_is_its_own_timeline_and_can_be_saved() -> None:
@@ -229,7 +229,7 @@ def test_devices_join_and_leave_at_set_times() -> None:
 
 
 def test_a_device_that_leaves_as_another_replies_has_left_by_then() -> None:
-    # The second period's end is scheduled after the task whose reply comes at the same moment.
+    # The end of the second period is scheduled after the task whose reply arrives at the same time.
     grid = grid_of(Device(seconds_per_round=20.0), Device(online=((0, 10), (15, 20))))
     ids = list(grid.push_messages([train(1)]))
     while not grid.wait(ids):
@@ -309,7 +309,7 @@ def test_a_lost_task_is_never_worked_on() -> None:
     assert all(reply.has_error() for reply in grid.send_and_receive([train(1), train(2)]))
 
 
-# What goes wrong in a ClientApp.
+# Errors in a ClientApp.
 
 
 def test_an_exception_in_the_client_app_is_an_error_reply_in_its_time() -> None:
@@ -375,7 +375,7 @@ DEVICES = st.lists(
 )
 PLANS = st.lists(
     st.tuples(
-        st.integers(1, 6),  # a node; there may be none of this number
+        st.integers(1, 6),  # a node, which may not exist
         st.sampled_from([train, evaluate, query]),
         st.floats(0.5, 30.0),  # time to live
         st.floats(0.0, 3.0),  # pause before the next message
@@ -387,7 +387,7 @@ Happening = tuple[float, int, str, bool]
 
 
 def play(devices: list[Device], plan: list, seed: int) -> tuple[list[Happening], Mapping]:
-    """Send messages over time, and take replies in as they come; then wait for the rest."""
+    """Send messages over time, and take in replies as they arrive; then wait for the rest."""
     grid = grid_of(*devices, seed=seed)
     open_ids: dict[str, tuple[float, float]] = {}
     sent: dict[str, tuple[float, float]] = {}
@@ -396,9 +396,7 @@ def play(devices: list[Device], plan: list, seed: int) -> tuple[list[Happening],
     def take(replies: list[Message]) -> None:
         for reply in replies:
             message_id = reply.metadata.reply_to_message_id
-            del open_ids[
-                message_id
-            ]  # a KeyError here: a reply that was doubled, or never asked for
+            del open_ids[message_id]  # a KeyError here: a duplicate or unrequested reply
             seen.append((grid.now(), reply.metadata.src_node_id, message_id, reply.has_error()))
 
     for node, make, ttl, pause in plan:
@@ -424,7 +422,7 @@ def test_everything_is_answered_once_in_order_of_time(
     for time, _, message_id, is_lost in seen:
         sent_at, ttl = sent[message_id]
         assert sent_at <= time <= sent_at + ttl
-        # An error comes at the end of the time to live, or at once where there is no such node.
+        # An error arrives when the time to live ends, or at once for an unknown node.
         assert not is_lost or time in (sent_at, sent_at + ttl)
 
 
@@ -435,14 +433,14 @@ def test_the_same_seed_is_the_same_run(devices: list[Device], plan: list, seed: 
 
 
 def test_local_steps_cost_the_share_of_an_epoch_that_they_are() -> None:
-    # 10 examples at 0.1 s each: 4 mini-batches of 5 are two passes, whatever local-epochs says.
+    # 10 examples at 0.1 s each: 4 mini-batches of 5 are two passes, whatever local-epochs is.
     device = Device(seconds_per_round=2.0, seconds_per_sample=0.1)
     settings = {"local_steps": 4, "batch_size": 5}
     assert arrival(grid_of(device), train(1, **settings)) == pytest.approx(2 + 2)
 
 
 def test_numbers_that_answer_a_question_cost_no_upload() -> None:
-    # 100 bytes down at 50 B/s, 2 s of work; nothing of a model's size comes back.
+    # 100 bytes down at 50 B/s, 2 s of work; the reply contains no model.
     device = Device(seconds_per_round=2.0, bandwidth_down=50.0, bandwidth_up=20.0)
     assert arrival(grid_of(device), train(1, kind="losses")) == pytest.approx(2 + 2)
 
@@ -475,7 +473,7 @@ def test_replies_are_pulled_by_the_name_of_flower_1_43_too() -> None:
     assert reply.metadata.reply_to_message_id == sent[0]
 
 
-# The event queue: what comes when, and that what is cancelled never does.
+# The event queue: the order of events, and cancellation.
 
 
 def drain(queue: EventQueue) -> list[tuple[float, str | int]]:
@@ -544,11 +542,11 @@ def test_a_saved_queue_continues_as_if_it_had_not_been_saved(
     assert drain(restored) == drain(queue)
 
 
-# The simulator: replies to tasks that are closed.
+# Replies to tasks that are closed.
 
 
 def counting_app(state: bool) -> tuple[ClientApp, list[int]]:
-    """An app that notes which node works; with `state` clients remember how often they did."""
+    """An app that records which nodes work; with `state`, clients count their answers."""
     app, worked = ClientApp(), []
 
     @app.train()
@@ -634,7 +632,8 @@ def test_replies_that_nobody_fetched_come_in_the_order_of_their_arrival() -> Non
     grid = grid_of(*[Device(seconds_per_round=float(seconds)) for seconds in (3, 1, 2, 4)])
     ids = list(grid.push_messages([train(node) for node in (1, 2, 3, 4)]))
     assert grid.wait([], until=3.5) == []
-    # Three lie there: two wanted ones are looked up, of four the three are gone through.
+    # Three replies are available: a short list of ids is looked up, for a long one they are
+    # scanned.
     assert [r.metadata.src_node_id for r in grid.wait([ids[0], ids[1]])] == [2]
     assert [r.metadata.src_node_id for r in grid.wait(ids)] == [3]
     assert [r.metadata.src_node_id for r in grid.pull_messages(ids)] == [1]
@@ -642,7 +641,7 @@ def test_replies_that_nobody_fetched_come_in_the_order_of_their_arrival() -> Non
 
 def test_waiting_looks_at_no_reply_that_it_does_not_want() -> None:
     class Wanted(list[str]):
-        """Ids that are counted when they are compared with others."""
+        """Ids that count their comparisons."""
 
         asked = 0
 

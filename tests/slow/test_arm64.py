@@ -1,8 +1,8 @@
-"""An emulated board: Debian 13 for arm64, on which `raceme device` trains for this machine's host.
+"""An emulated board: Debian 13 for arm64, on which `raceme device` trains for this host.
 
 Needs root, the network, and Debian's packages ``debootstrap`` and ``qemu-user-static``; takes
-minutes, and 2 GiB. Nothing of the root is started but one Python process, whose instructions
-qemu translates one by one, so that neither a kernel's binfmt_misc nor a container engine is needed.
+minutes, and 2 GiB. Only one Python process is started in the root file system, under qemu, so that
+neither the kernel's binfmt_misc nor a container engine is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 def make_root(root: Path) -> None:
-    """Unpack a Debian with Python for arm64; nothing of it is run."""
+    """Unpack a Debian with Python for arm64, without running any of its programs."""
     base = ["debootstrap", "--arch=arm64", "--foreign", "--variant=minbase"]
     subprocess.run([*base, "--include=python3", "trixie", str(root)], check=True)
     for package in sorted((root / "var/cache/apt/archives").glob("*.deb")):
@@ -44,7 +44,7 @@ def make_root(root: Path) -> None:
 
 
 def install(root: Path, wheels: Path) -> None:
-    """Install what a device needs, as the guide does, into a folder of the root."""
+    """Install the requirements of a device, as in the guide, into the root file system."""
     uv = str(Path(sys.executable).with_name("uv"))
     subprocess.run([uv, "build", "-q", "--wheel", "-o", str(wheels), str(ROOT)], check=True)
     (wheel,) = wheels.glob("raceme-*.whl")
@@ -54,7 +54,7 @@ def install(root: Path, wheels: Path) -> None:
 
 
 def on_board(root: Path, *arguments: str) -> list[str]:
-    """Return the command that has the board's Python do something."""
+    """Return the command that runs the board's Python."""
     emulated = ["chroot", str(root), "/usr/bin/qemu-aarch64-static", "-E", "HOME=/tmp"]
     return [*emulated, "-E", "PYTHONPATH=/opt/raceme", "/usr/bin/python3", *arguments]
 
@@ -83,7 +83,7 @@ def test_a_board_of_arm64_trains_two_tasks_for_a_host_of_another_kind(tmp_path: 
         board = place.start("board", on_board(root, "-m", "raceme", *device))
         board.wait_for(r"(?s)train task .* done in .*train task .* done in ", 1800)
         assert server.wait(300) == 0
-        # An emulated Python takes its time to end, too.
+        # An emulated Python takes long to end.
         board.handle.terminate()
         assert board.wait(300) == 0
     record = read_run(out)

@@ -1,8 +1,8 @@
-"""Other people's Flower apps, unchanged: every app in a folder, such as Flower's own examples.
+"""Unchanged Flower apps of others: every app in a folder, such as Flower's own examples.
 
-The folder is named by the environment variable RACEME_APPS; what the apps depend on is installed,
-and their data can be read. Each runs by `raceme simulate` as it is, and with CASA in the place of
-its strategy, which may be refused in one line that says why.
+The environment variable RACEME_APPS names the folder; dependencies and data of the apps must be
+installed. Each app runs with `raceme simulate`, unchanged and with CASA instead of its strategy,
+which may be refused in one line with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_app(folder: Path) -> bool:
 
 
 def found_apps() -> list[Path]:
-    """Return the folders with a Flower app, at any depth below the folder that is named."""
+    """Return the folders with a Flower app, at any depth below the named folder."""
     root = os.environ.get(VARIABLE)
     if not root:
         return []
@@ -50,7 +50,7 @@ pytestmark = [
 
 
 def run(app: Path, out: Path, *options: str) -> tuple[int, str]:
-    """Simulate an app; return the exit code and what was printed."""
+    """Simulate an app; return the exit code and the output."""
     command = raceme("simulate", str(app), "--clients", CLIENTS, "--out", str(out))
     done = subprocess.run(
         [*command, *options],
@@ -68,7 +68,7 @@ def run(app: Path, out: Path, *options: str) -> tuple[int, str]:
 
 
 def is_importable(app: Path) -> bool:
-    """Return whether an app's modules can be imported, with the release of Flower that is there."""
+    """Return whether an app's modules can be imported with the installed release of Flower."""
     with (app / "pyproject.toml").open("rb") as file:
         components = tomllib.load(file)["tool"]["flwr"]["app"]["components"]
     names = [reference.partition(":")[0] for reference in components.values()]
@@ -77,7 +77,7 @@ def is_importable(app: Path) -> bool:
 
 
 def refusal(text: str) -> str:
-    """Return the line with which a command was refused."""
+    """Return the error line of a refused command."""
     lines = [line for line in text.splitlines() if line.startswith("raceme: ")]
     assert len(lines) == 1, text
     return lines[0].removeprefix("raceme: ")

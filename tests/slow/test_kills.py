@@ -1,4 +1,4 @@
-"""A server that is killed again and again: nothing is lost that counts, and nothing doubled."""
+"""A server that is killed again and again: no update is lost beyond a checkpoint, or doubled."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_a_server_killed_at_twenty_random_moments_loses_and_doubles_nothing(
             server.wait_for(r"update +\d+ ", 120)
             assert server.stop() == 130, server.describe()
     counts.append(_checked(out, seed))
-    # A kill takes back less than a checkpoint's worth and what comes meanwhile.
+    # A kill undoes less than the updates of one checkpoint interval.
     assert counts[-1] > counts[0], f"seed {seed}: {counts}"
     assert not any("refused" in process.text() for process in bed.processes), f"seed {seed}"
 
 
 def _checked(out: Path, seed: int) -> int:
-    """Assert that the store is whole and has each update once; return their number."""
+    """Assert that the store is complete and has each update once; return their number."""
     with closing(sqlite3.connect(out / "run.sqlite")) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)], f"seed {seed}"
         rows = connection.execute("SELECT seq, client, dispatched_at FROM updates").fetchall()

@@ -1,4 +1,4 @@
-"""The services of the compose files, started as compose would; alerts of a real Prometheus."""
+"""The services of the compose files, started like compose does; alerts of a real Prometheus."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_services_work_together_and_alerts_fire(tmp_path: Path) -> None:
             for name in names:
                 behaviours[name].accuracy = 0.6
             wait_until(lambda: "RacemeAccuracyFell" in firing(own), 60, prometheus.describe)
-            # Three of seven send updates that are far too long; they rest longer each time.
+            # Three of seven devices send updates that are far too long, and pause longer each time.
             for number, name in enumerate(names):
                 behaviours[name].training_seconds = 8.0
                 behaviours[name].update_std = 100.0 if number < 3 else 0.01

@@ -1,4 +1,4 @@
-"""A fleet is updated while it works: the server first, then one device after the other."""
+"""A fleet is updated while it works: first the server, then one device after the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN += ["--max-updates", "100000", "--eval-every", "10", "--checkpoint-every", "
 
 @dataclass
 class Installed(Loopback):
-    """Processes of the version of Raceme that is in a folder."""
+    """Processes of the version of Raceme in a folder."""
 
     package: Path = ROOT
 
@@ -29,7 +29,7 @@ class Installed(Loopback):
 
 
 def released(folder: Path) -> Path:
-    """Unpack the last release: `RACEME_RELEASE`, a tag or a commit, or the last tag."""
+    """Unpack the last release: `RACEME_RELEASE`, a tag or a commit, or else the last tag."""
     wanted = os.environ.get("RACEME_RELEASE")
     if wanted is None:
         found = subprocess.run(
@@ -38,7 +38,7 @@ def released(folder: Path) -> Path:
             capture_output=True,
             text=True,
         )
-        # Before the first release it is the last commit.
+        # Before the first release, use the last commit.
         wanted = found.stdout.strip() if found.returncode == 0 else "HEAD"
     archive = subprocess.run(
         ["git", "archive", wanted, "raceme"], cwd=ROOT, capture_output=True, check=False
@@ -51,7 +51,7 @@ def released(folder: Path) -> Path:
 
 
 def renumbered(folder: Path, version: str) -> Path:
-    """Copy the working tree's package under another version."""
+    """Copy the working tree's package with another version number."""
     subprocess.run(["cp", "-r", str(ROOT / "raceme"), str(folder)], check=True)
     init = folder / "raceme" / "__init__.py"
     text, count = re.subn(r'__version__ = ".*"', f'__version__ = "{version}"', init.read_text())
@@ -104,7 +104,7 @@ def test_two_adjacent_versions_work_in_one_fleet(tmp_path: Path) -> None:
         garden.wait_for(r"train task \d+: done", 240)
         kitchen.handle.send_signal(signal.SIGTERM)
         assert kitchen.wait(60) == 0
-        # One that is not updated comes back as well.
+        # A device that is not updated rejoins as well.
         kitchen = device(old, "kitchen", 0)
         kitchen.wait_for(r"train task \d+: done", 240)
         told = {row["device"]: row for row in command(out, "devices")}
@@ -113,7 +113,7 @@ def test_two_adjacent_versions_work_in_one_fleet(tmp_path: Path) -> None:
         server.wait_for(r"has raceme .*, this is 99\.0\.0: both have protocol \d", 20)
         assert "has raceme" not in garden.text()
         assert "Traceback" not in server.text() + kitchen.text() + garden.text()
-        # What was under way when a device was stopped is lost, and nothing else.
+        # Only the work of stopped devices is lost.
         rejections = re.findall(r"was rejected: (.*)", server.text())
         assert all("went offline" in reason for reason in rejections), rejections
         server.handle.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The README's first commands, as typed, in a fresh clone and without the caller's packages."""
+"""The README's first commands, in a fresh clone and without the caller's packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS)]
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of what is to be committed, and nothing else."""
+    """Return a copy of the files that git tracks or would add."""
     place = tmp_path_factory.mktemp("fresh") / "raceme"
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -34,8 +34,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(line: str, folder: Path, home: Path) -> str:
-    """Type a line in a folder; of the caller's environment only where packages come from stays."""
-    # The interpreter behind this environment, which has no packages.
+    """Run a line in a folder, with only the package sources of the caller's environment."""
+    # The base interpreter of this environment, which has no packages.
     tools = home / "bin"
     tools.mkdir(parents=True, exist_ok=True)
     for name, target in (("python3", sys.base_prefix), ("uvx", sys.prefix)):
@@ -68,6 +68,6 @@ def test_one_command_sets_up_and_runs_casa(line: str, clone: Path, tmp_path: Pat
 
 
 def test_one_command_sets_up_and_tests(clone: Path, tmp_path: Path) -> None:
-    """Continuous integration types the whole line; here a few tests stand for all."""
+    """Continuous integration runs the whole line; here a few tests represent all."""
     assert TESTS.endswith("/bin/pytest")
     assert "passed" in typed(f"{TESTS} tests/core/test_installation.py", clone, tmp_path)
