@@ -1,6 +1,6 @@
-"""Writes the stub of raceme.strategies, which the wheel has, from the methods' hyper-parameters.
+"""Write the wheel's stub of raceme.strategies from the methods' hyper-parameters.
 
-``python tests/strategy_stubs.py`` after a hyper-parameter has changed.
+Run ``python tests/strategy_stubs.py`` after a change of hyper-parameters.
 """
 
 from __future__ import annotations

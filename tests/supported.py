@@ -21,7 +21,7 @@ Said = dict[str, dict[int, float]]
 
 
 class SupportBench(Bench):
-    """Clients of FAACL that train and measure by hand, on data that move when a test says."""
+    """Clients of FAACL that train and measure by hand; tests decide when their data change."""
 
     def __init__(self, method: Any, clients: int) -> None:
         method.train_config["validation-share"] = 0.2
@@ -35,10 +35,10 @@ class SupportBench(Bench):
         examples: dict[str, int] | None = None,
         elsewhere: float | None = None,
     ) -> list[Any]:
-        """Play a round in which clients come back with these values; return what was trained.
+        """Play a round in which clients return these values; return the trainings.
 
-        Each is (client, model, kind). Clients that measure models before it find a loss of 1 under
-        their own, and `elsewhere` under all others.
+        Each is (client, model, kind). Clients that measure models before the round have a loss of 1
+        with their own, and `elsewhere` with all others.
         """
         done: list[Any] = []
         while work := self.hand_out():
@@ -59,7 +59,7 @@ class SupportBench(Bench):
         values: dict[str, float],
         examples: dict[str, int] | None = None,
     ) -> bool:
-        """Let clients come back from their training; return whether that ends the round."""
+        """Let clients finish their training; return whether that ends the round."""
         for task in tasks:
             vector = np.full(2, values.get(task.client, 0.0), np.float32)
             count = (examples or {}).get(task.client, 10)
@@ -83,7 +83,7 @@ class SupportBench(Bench):
         self.idle.add(task.client)
 
     def compare(self, said: Said) -> dict[str, list[int]]:
-        """Let clients measure models; return who was asked about which."""
+        """Let clients measure models; return the requested models of each client."""
         asked = {}
         for work in self.hand_out():
             assert work.kind == LOSSES
@@ -96,10 +96,10 @@ class SupportBench(Bench):
     def search(
         self, loss: Callable[[str, str, str], float], forgotten: tuple[str, ...] = ()
     ) -> list[Request]:
-        """Let clients answer what searches ask until none does; return all that was asked.
+        """Answer all requests of searches; return the requests.
 
-        ``loss(model, client, set)`` is said for the model ``"3"`` of a cluster, or ``"c1"`` of a
-        client, on a set ``"validation"`` or ``"memory-0"`` of a client.
+        ``loss(model, client, set)`` gives the loss of a cluster's model such as ``"3"``, or of a
+        client's such as ``"c1"``, on a client's set ``"validation"`` or ``"memory-0"``.
         """
         asked: list[Request] = []
         while work := [w for w in self.hand_out() if w.kind in (MATCH, LEND)]:

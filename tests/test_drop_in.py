@@ -1,4 +1,4 @@
-"""A user's own Flower app with a strategy of Raceme's, on Flower's own engines."""
+"""A user's own Flower app with one of Raceme's strategies, on Flower's own engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quickstarts import Net
 
 
 def check(run: Process, out: Path, rounds: int) -> str:
-    """The user's lines were printed, the model loads, and no client has raised anything."""
+    """Check that the user's lines were printed, the model loads, and no client raised an error."""
     run.wait_for("SAVED", 400)
     assert run.wait() == 0
     text = run.text()

@@ -1,9 +1,10 @@
 """Results match the committed hashes: runs of all methods, keys, suites, configurations.
 
 The hashes of runs in ``benchmarks/equivalence.json`` hold on the platform that made them (its
-processor, and its versions of torch, numpy and others; see ``fingerprint``). Elsewhere a few runs
-are done twice and have to be equal; keys, suites and configurations are compared everywhere.
-After a wanted change the file is written anew, and the change's description lists what differs::
+processor, and its versions of torch, numpy and others; see ``fingerprint``). On other platforms a
+few runs are done twice and have to be equal; keys, suites and configurations are compared
+everywhere. After an intended change of results the file is written again, and the commit message
+lists the differences::
 
     python benchmarks/equivalence.py write benchmarks/equivalence.json
 """
@@ -42,7 +43,7 @@ def test_all_results_are_those_of_the_committed_hashes(tmp_path: Path) -> None:
     few = written(tmp_path / "few.json", "--only", FEW)
     committed = json.loads(COMMITTED.read_text(encoding="utf-8"))
     if few["fingerprint"] != committed["fingerprint"]:
-        # Other processors and versions round otherwise: only that a run can be repeated is tested.
+        # Other processors and versions round differently: only repeatability is tested.
         assert written(tmp_path / "again.json", "--only", FEW)["runs"] == few["runs"]
         done = script("static", COMMITTED)
     else:
@@ -65,7 +66,8 @@ def test_hashes_tell_methods_apart_by_what_they_do(tmp_path: Path) -> None:
     runs = written(tmp_path / "runs.json", "--only", ",".join(names))["runs"]
     casa, in_processes, fedavg, fedprox = (runs[name] for name in names)
     assert casa == in_processes
-    # The same clients in the same rounds, but FedProx keeps their models nearer to the global one.
+    # FedProx has the same clients in the same rounds, but keeps their models nearer to the global
+    # one.
     assert fedavg["parts"]["updates"] == fedprox["parts"]["updates"]
     for name in ("models", "essential"):
         assert fedavg[name] != fedprox[name]

@@ -1,6 +1,6 @@
-"""The examples of docs/extending.md do what the page says: in files of a user's own, and installed.
+"""The examples of docs/extending.md do what the page says, in a user's own files and installed.
 
-Commands run in processes that do not search the current folder, as the console script does.
+Commands run in processes that do not search the current folder, like the console script.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Typed = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def typed(command: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
-    """Type a command in a folder."""
+    """Run a command in a folder."""
     monkeypatch.setenv("COLUMNS", "150")
     return partial(command.typed, tmp_path)
 
 
 @pytest.fixture
 def raceme(typed: Typed) -> Callable[..., str]:
-    """Type a command that goes well; return what it prints."""
+    """Run a command that must succeed; return its output."""
 
     def run(*arguments: str, site: Path | None = None) -> str:
         done = typed(*arguments, site=site)
@@ -62,7 +62,7 @@ def summary(out: Path) -> dict[str, object]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder in which the page's two files lie, and commands are typed."""
+    """A working folder with the page's two files."""
     (tmp_path / "my_method.py").write_text(METHOD)
     (tmp_path / "my_data.py").write_text(DATA)
     return tmp_path
@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A scratch environment in which the page's distribution is installed, as pip leaves it."""
+    """A folder with the page's distribution, as pip installs it."""
     site = tmp_path_factory.mktemp("site")
     (site / "my_method.py").write_text(METHOD)
     (site / "my_data.py").write_text(DATA)
@@ -173,7 +173,7 @@ def test_what_is_installed_has_names_everywhere(
     assert "updates between two groupings" in raceme(
         "list", "kmeans-async.every", "--keys", site=site
     )
-    # In runs that a comparison starts in processes of their own.
+    # Runs in processes that a comparison starts.
     chosen = ["--dataset", "iris", "--set", "kmeans-async.every=6", "--partition", "halves"]
     limits = ["--clients", "4", "--max-updates", "8", "--processes", "2"]
     compared = raceme(

@@ -28,7 +28,7 @@ ARTEFACTS = {
 
 
 def check_run(output: str, out: Path, updates: int, clients: int) -> None:
-    """Updates were logged one by one, in order, and all artefacts are there."""
+    """Check that updates were logged one by one, in order, and that all artefacts exist."""
     logged = [int(number) for number in re.findall(r"^update +(\d+)", output, re.MULTILINE)]
     assert logged == list(range(1, updates + 1)), output[-3000:]
     assert {path.name for path in out.iterdir()} >= ARTEFACTS
@@ -36,7 +36,7 @@ def check_run(output: str, out: Path, updates: int, clients: int) -> None:
     assert summary["updates"] == updates
     assert summary["clients"] == clients
     assert summary["accuracy"] is not None
-    # In rounds everybody would start from the newest model.
+    # In rounds all updates would have the staleness 0.
     assert read_run(out).updates.staleness.max() >= 1
 
 
@@ -47,7 +47,7 @@ def test_casa_over_grpc_with_two_supernodes(tmp_path: Path) -> None:
         place.superlink()
         place.supernode(0, of=2)
         place.supernode(1, of=2)
-        # As in the README: nothing is said of how many devices there are, nor of their groups.
+        # As in the README, without the number of devices and groups.
         keys = f'max-updates=4 eval-every=4 out="{out}"'
         run = place.flwr("run", str(ROOT), "--stream", "--run-config", keys)
         run.wait(240)
@@ -58,10 +58,10 @@ def test_casa_over_grpc_with_two_supernodes(tmp_path: Path) -> None:
 def test_casa_on_ray_with_four_supernodes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with loopback(tmp_path) as place:
-        # What `flwr run .` starts by itself stays alive afterwards; this one stops with the test.
+        # The SuperLink that `flwr run .` starts would outlive the test; this one does not.
         place.superlink("--insecure", "--simulation")
-        # One process, in which all greetings come before any task: a second one that is still
-        # starting would keep its greeting while the first makes all updates.
+        # A single process, in which all greetings precede the tasks: a second one that is still
+        # starting would delay its greetings until the first has made all updates.
         keys = f'max-updates=12 clients=4 out="{out}"'
         fleet = f"num-supernodes=4 client-resources-num-cpus={os.cpu_count()}"
         run = place.flwr(
@@ -101,12 +101,12 @@ def test_windows_and_migration_on_ray(tmp_path: Path) -> None:
             else:
                 (change,) = record.data_changes
                 before, after = record.assignment(change.time), record.assignment()
-                # All four have exchanged their data with one of the other group.
+                # All four have exchanged their data with a client of the other group.
                 assert all(after[client] != before[client] for client in before)
 
 
 def check_mixtures(record: RunRecord) -> None:
-    """All four clients have worked, their data have moved on, and each is in two clusters."""
+    """Check that all four clients have worked, changed their data, and are in two clusters."""
     clients = {f"client-{number}" for number in range(4)}
     assert set(record.updates.client) == clients
     assert {change.client for change in record.data_changes} == clients
@@ -114,12 +114,12 @@ def check_mixtures(record: RunRecord) -> None:
     assert not len(record.rejections.client)
     memberships = record.memberships()
     assert set(memberships) == clients
-    # Estimated, each for itself: all begin alike.
+    # Each client's mixture is estimated separately, from the same start.
     assert len({weights[0] for weights in memberships.values()}) > 1
     for weights in memberships.values():
         assert sum(weights.values()) == pytest.approx(1.0)
         assert set(weights) == {0, 1}
-    # The server tests the clusters' models, which were pre-trained, on what it has of each.
+    # The server tests the pre-trained clusters' models on its samples of each distribution.
     last = record.cluster_scores[-1]
     assert min(last.accuracies.values()) > 0.7
 
@@ -132,7 +132,7 @@ def test_mixtures_that_drift_on_ray(tmp_path: Path) -> None:
         "partition=rotation-groups groups=2 drift=mixture proxy=60 pretrain=100 local-epochs=2 "
         "model=mlp score-uploads=true"
     )
-    # Clients of the one ask when they wish, those of the other work in rounds.
+    # Clients of the first method request work themselves, those of the second work in rounds.
     runs = {
         "cdfl": ("max-updates=24", "cdfl.requests=poisson cdfl.request-seconds=0.5"),
         "fedsoft": ("max-rounds=4", "fedsoft.drawn=3"),
@@ -151,7 +151,7 @@ def test_mixtures_that_drift_on_ray(tmp_path: Path) -> None:
             assert run.wait() == 0
             record = read_run(out)
             check_mixtures(record)
-            # Who asks when it wishes is not waited for; in rounds nobody is ahead.
+            # Only clients that request work themselves can become stale.
             assert record.updates.staleness.any() == (strategy == "cdfl")
 
 
@@ -163,8 +163,8 @@ def test_the_flower_app_lists_keys_with_their_defaults() -> None:
     tables = {strategy: options for strategy, options in listed.items() if strategy not in flat}
     flat |= {f"{name}.{key}": value for name, own in tables.items() for key, value in own.items()}
     assert flat.pop(SET) == ""
-    # Keys of all runs are listed; those of a strategy, a dataset or a partition may be. Flower
-    # takes no others, so all of them can be given in the key `set` too.
+    # General keys are listed; those of a strategy, a dataset or a partition need not be. Flower
+    # accepts listed keys only, so the key `set` takes all others.
     assert flat == {name: keys[name].default for name in flat}
-    # What is trusted is said by who types a command, never by a file.
+    # Trust is given on the command line only, never by a file.
     assert set(flat) >= set(general_keys()) - {"trust"}

@@ -1,4 +1,4 @@
-"""The task pages of docs/guide work as typed: each block is run in the order of the page."""
+"""The task pages of docs/guide work as written: each block is run in the order of the page."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def typed(page: Path) -> list[tuple[str, str]]:
 
 
 def like(line: str) -> str:
-    """Return a line of output without what differs from machine to machine: its numbers."""
+    """Return a line of output without its numbers, which differ between machines."""
     return " ".join(re.sub(r"\d+(\.\d+)?", "0", line).split())
 
 
 def assert_shown(output: str, shown: str) -> None:
-    """Check that each line which a page shows is printed, with whatever numbers."""
-    # Without line breaks: a title is as wide as its table.
+    """Check that each line which a page shows is printed, apart from numbers."""
+    # Without line breaks, since a title wraps at the width of its table.
     printed = like(output)
     missing = [line for line in shown.splitlines() if like(line) not in printed]
     assert not missing, f"{missing} is not in\n{output}"
 
 
 def follow(page: str, folder: Path) -> None:
-    """Type a page in an empty folder; what it shows as `text` is what the last block prints."""
+    """Run a page in an empty folder; a `text` block must match the output of the last command."""
     command = folder / "bin" / "raceme"
     command.parent.mkdir()
     for name, words in (("raceme", "-m raceme "), ("python", ""), ("python3", "")):
@@ -71,7 +71,7 @@ def follow(page: str, folder: Path) -> None:
         if language in NOT_TYPED:
             continue
         if language == "python":
-            # One session up to the next command: a block goes on from those before it.
+            # Python blocks up to the next command form one session.
             script += block
         else:
             script = ""
@@ -108,7 +108,7 @@ def test_my_data(tmp_path: Path) -> None:
 
 
 def test_my_data_of_hugging_face(tmp_path: Path) -> None:
-    # A folder of the tests has the name of the library, too.
+    # The test folder `datasets` has the same name as the library.
     pytest.importorskip("datasets.arrow_dataset")
     files = {saved: text for _, saved, text in blocks(GUIDE / "my-data.md")}
     (tmp_path / "partitions.py").write_text(files["partitions.py"])
@@ -195,9 +195,9 @@ def test_python_of_the_readme(
 
 
 def commands_of_the_readme() -> list[list[str]]:
-    """Return the words of each command in the README's blocks, in order, but the installation.
+    """Return the words of each command in the README's blocks, in order, except the installation.
 
-    `tests/slow/test_start.py` types that.
+    `tests/slow/test_start.py` runs the installation.
     """
     blocks = [text for language, text in typed(ROOT / "README.md") if language == "bash"]
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
@@ -206,7 +206,7 @@ def commands_of_the_readme() -> list[list[str]]:
 
 
 def start_raceme(words: list[str], folder: Path) -> subprocess.Popen[str]:
-    """Type a command as it stands; its output goes to the file `log` of the folder."""
+    """Start a command as written; its output goes to the file `log` of the folder."""
     assert words[0] == "raceme"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("a") as log:
@@ -238,7 +238,7 @@ def test_the_readme_installs_what_there_is_and_names_commands_that_there_are() -
 
 @pytest.mark.slow
 def test_commands_of_the_readme_come_to_what_it_says(tmp_path: Path) -> None:
-    """Each command in a block is typed; one that is new needs an outcome here."""
+    """Each command in a block is run; for a new command, add its expected outcome here."""
     port, lab = free_port(), tmp_path / "lab"
     changes = {"127.0.0.1:9092": f"127.0.0.1:{port}", "/tmp/raceme-lab": str(lab)}
     served: list[subprocess.Popen[str]] = []
@@ -294,7 +294,7 @@ def test_compare(tmp_path: Path) -> None:
 
 
 def listed(command: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Return what a command of `raceme fleet` lists, nothing while the server does not answer."""
+    """Return the list that a `raceme fleet` command prints; empty if no server answers."""
     done = subprocess.run(
         [sys.executable, "-m", *command, "--json"],
         cwd=folder,

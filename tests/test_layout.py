@@ -1,4 +1,4 @@
-"""The rooms of the package: imports go down only, without circles; scripts' imports exist."""
+"""Layers of the package: imports go down only, without cycles; scripts' imports exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_room_has_a_floor() -> None:
 
 
 def test_imports_go_down_only() -> None:
-    """With one floor each and no import upwards or sideways there can be no circle of rooms."""
+    """Each package is in one layer, so without upward or sideways imports there are no cycles."""
     assert not structure.upward_imports(MODULES)
 
 
@@ -47,7 +47,7 @@ def test_methods_know_neither_torch_nor_the_simulator() -> None:
 
 
 def test_client_halves_are_imported_by_name_only() -> None:
-    """A server needs no torch for a method, and a device none of the server's halves."""
+    """A server needs no torch for a method, and a device needs no server halves."""
     halves = {module for module in MODULES if structure.room_of(module) == "client halves"}
     owners = {module.split(".")[2] for module in halves}
     features = {"central_privacy", "own_model", "secure", "short_upload"}
@@ -82,7 +82,7 @@ def names_of_ours(script: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_scripts_import_exists(script: Path) -> None:
-    """Few scripts run in a test, and a name that has moved would break the others unnoticed."""
+    """Few scripts are run by a test, and a renamed import would break the others unnoticed."""
     for module, name in names_of_ours(script):
         found = importlib.import_module(module)
         assert not name or hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}")

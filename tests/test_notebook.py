@@ -51,9 +51,9 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a comparison's folder, whose runs are runs."""
+    """Return the folder of a comparison with finished runs."""
     out = tmp_path_factory.mktemp("compared")
-    # A comparison keeps runs that are finished: no process is started for them.
+    # A comparison keeps finished runs, so that it starts no processes here.
     for job in prepare(of_names(["casa", "fedasync"], SMALL), out).every:
         simulate(job.config)
     compare(prepare(of_names(["casa", "fedasync"], SMALL), out), 1, Console(quiet=True))
@@ -168,14 +168,14 @@ def test_a_method_is_given_as_its_class(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     small = {**SMALL, "max-updates": 4}
     assert raceme.run(FedAsync, **small).config["strategy"] == "fedasync"
-    # A variant is an object, and no class.
+    # A variant is an object, not a class.
     assert STRATEGIES.name_of(CASAC) == "casa-c"
     assert STRATEGIES.name_of(FedBuff) == "fedbuff"
     assert STRATEGIES.name_of(SoftClusters) == "soft_clusters:SoftClusters"
 
 
 # -----------------------------------------------------------------------------
-# Data, models and methods that only this script, notebook or function knows.
+# Data, models and methods that are defined in a script, notebook or function.
 # -----------------------------------------------------------------------------
 
 
@@ -183,7 +183,7 @@ TINY: dict[str, Any] = {"max_updates": 4, "workers": "0", "client_map": False}
 
 
 def readings(clients: int = 2, features: int = 3, shift: float = 0.0) -> list[Any]:
-    """Return 10 samples of each client, in two classes that one feature tells apart."""
+    """Return 10 samples per client, in two classes that one feature separates."""
     y = np.arange(10) % 2
     x = np.linspace(0, 1, 10 * features).reshape(10, features) + shift
     return [(x + y[:, None] * client, y) for client in range(clients)]
@@ -194,7 +194,7 @@ def net() -> torch.nn.Module:
 
 
 class Empty:
-    """No network."""
+    """A class that is no network."""
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_flowers_lines_about_rounds_are_kept_off_a_notebook(
 
 
 def test_what_a_model_draws_without_a_seed_is_that_of_the_run(here: Path) -> None:
-    # In a process of its own, whose worker processes know this test's cache.
+    # In a new process, whose worker processes use this test's cache.
     done = subprocess.run(
         [sys.executable, "-c", UNSEEDED], capture_output=True, text=True, timeout=300, check=False
     )
@@ -318,7 +318,7 @@ _MET = []
 
 
 class Meets(FedAsync):
-    """Waits for another one that is being made, and is never finished."""
+    """Waits until two instances are being created, and never completes."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         with suppress(threading.BrokenBarrierError):
@@ -340,7 +340,7 @@ def test_comparisons_of_several_threads_take_turns(here: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        # A variant of a method is an object, and no class.
+        # A variant of a method is an object, not a class.
         (lambda: raceme.compare(CASAC, processes=-1, **SMALL), "processes must be .* got -1"),
         (lambda: raceme.compare(["casa"], processes="2", **SMALL), "processes must be .* got '2'"),
         (lambda: raceme.compare("casa", formats="pdf, png"), "Unknown format 'png'"),
@@ -415,7 +415,7 @@ def test_definitions_in_a_function_are_known_to_worker_processes(
     name = registry.MODELS.name_of(mine)
     assert registry.MODELS[name] is mine
     pickled = registry.definitions()
-    # As in a process that has just started.
+    # As in a new process.
     monkeypatch.setattr(registry, "_local", {})
     monkeypatch.setattr(registry, "_pickled", {})
     with pytest.raises(UserError, match="mine is defined in a script or a notebook"):
@@ -446,7 +446,7 @@ def test_a_name_changes_with_the_code_and_with_nothing_else() -> None:
 
     first = named(SOURCE.format(size=1))
     assert named("# A line more.\n" + SOURCE.format(size=1)) == first
-    # An attribute is no global of its name.
+    # An attribute of that name does not refer to the global variable.
     assert named("factor = object()\n" + SOURCE.format(size=1)) == first
     assert named(SOURCE.format(size=2)) != first
     assert named(SOURCE.format(size=1).replace("None else", "None else 1 +")) != first
@@ -499,14 +499,14 @@ def test_a_script_without_a_guard_has_worker_processes(here: Path) -> None:
         assert "Traceback" not in done.stderr
         named.add(done.stdout)
     assert (here / "table.tex").is_file()
-    # What is defined has the same names, wherever that is.
+    # Names of definitions do not depend on their location.
     assert len(named) == 1
 
 
 def test_results_are_shown_without_the_script_that_defines_a_method(
     folder: Path, tmp_path: Path
 ) -> None:
-    """The report asks no strategy: it may be out of reach."""
+    """The report does not import the strategy, which may be unavailable."""
     table = json.loads((folder / "compare.json").read_text())
     for method in table["methods"]:
         method["strategy"] = "main-0123456789ab:Mine"
@@ -517,7 +517,7 @@ def test_results_are_shown_without_the_script_that_defines_a_method(
 
 
 # -----------------------------------------------------------------------------
-# Interruptions: what there is remains.
+# Interruptions: partial results are kept.
 # -----------------------------------------------------------------------------
 
 
@@ -584,7 +584,7 @@ comparison = raceme.compare(["casa", "fedasync"], out="compared", **keys); compa
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_progress_in_jupyter_is_one_output_that_changes(folder: Path, tmp_path: Path) -> None:
-    """A real kernel runs the cells."""
+    """The cells run in a real kernel."""
     nbformat = pytest.importorskip("nbformat.v4")
     nbclient, _ = pytest.importorskip("nbclient"), pytest.importorskip("ipykernel")
     shutil.copytree(folder, tmp_path / "compared")
@@ -603,7 +603,7 @@ def test_progress_in_jupyter_is_one_output_that_changes(folder: Path, tmp_path: 
         ["".join(output["data"]["text/plain"]) for output in cell.outputs if "data" in output]
         for cell in cells[2:]
     )
-    # What is said before the first run stands apart.
+    # Warnings before the first run are in a separate output.
     (said,) = (output for output in cells[3].outputs if "data" not in output)
     assert "4 clients are too few for CASA" in said["text"]
     assert len(ran) == 2, ran
@@ -611,7 +611,7 @@ def test_progress_in_jupyter_is_one_output_that_changes(folder: Path, tmp_path: 
     assert ran[1].startswith("<fedasync on digits: 12 updates")
     assert any("12/12 t = " in change for change in changes)
     assert "2/2" in compared_[0]
-    # Between them a line for each of the two runs.
+    # A line for each of the two runs between them.
     assert len(compared_) == 4, compared_
     assert compared_[3].startswith("<Comparison on digits: 2 methods")
     assert "evaluated at" not in "".join(ran + compared_)
@@ -629,14 +629,14 @@ def test_tables_for_a_paper(folder: Path, tmp_path: Path) -> None:
     assert opened.table.to_latex(str(path)) is None
     assert r"\toprule" in path.read_text()
     assert path.read_text() == opened.table.to_latex()
-    # What is computed from the table is an ordinary data frame.
+    # Results computed from the table are ordinary data frames.
     assert "purity" in opened.table.to_latex(columns=["purity"])
     assert type(opened.table.head()) is pandas.DataFrame
     purity = opened.purity
     assert purity.loc["casa", 0] == opened.rows["purity"][0]
     printed = str(opened.table)
     assert "..." not in printed
-    # What the mark at a method means is said below, also in a notebook.
+    # The footnote of a marked method is also shown in a notebook.
     assert "\n* casa: " in printed
     assert "<p>* casa: " in opened.table._repr_html_()
     assert "<p>* casa: " in opened._repr_html_()

@@ -33,7 +33,7 @@ RUN = ["run", "--strategy", "fedasync", "--clients", "6", "--devices", "uniform"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which the page's files lie, and commands are typed."""
+    """A working folder with the page's files."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     (block,) = (block for block in blocks if "class Clip(" in block)
     (tmp_path / "my_features.py").write_text(block)
@@ -79,7 +79,7 @@ def test_clients_report_their_battery_from_any_process(folder: Path) -> None:
     query = "SELECT client, battery FROM measure_battery"
     reports = rows(folder / "0", query)
     assert len(reports) == 24
-    # Of six equal devices each trains four times.
+    # Each of six equal devices trains four times.
     assert sorted(level for client, level in reports if client == reports[0][0]) == [
         *(-20.0, 10.0, 40.0, 70.0)
     ]
@@ -94,12 +94,12 @@ def test_the_battery_of_the_page_is_measured(folder: Path) -> None:
 
 
 def test_a_low_battery_shortens_the_training(folder: Path) -> None:
-    """The devices report nothing else that depends on it: one epoch is trained, not two."""
+    """Devices report no number of epochs: the model shows that one epoch was trained, not two."""
     chosen = [*RUN, "--max-updates", "12", "--workers", "0", "--features", BATTERY]
     for name, low, epochs in (("short", "100", "2"), ("one", "0", "1"), ("two", "0", "2")):
         keys = ["--local-epochs", epochs, "--set", f"battery.low={low}"]
         type_in(*chosen, *keys, "--out", name)
-    # The first request is sent before any report.
+    # The first request precedes any report, so that the runs differ.
     assert len({models(folder / name) for name in ("short", "one", "two")}) == 3
 
 
@@ -187,7 +187,7 @@ def test_a_class_of_a_script_is_a_feature(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_battery_of_real_devices(folder: Path) -> None:
-    """The devices import the module from the folder in which they are started."""
+    """Devices import the module from their working folder."""
     with loopback(folder) as bed:
         bed.fleet_port, bed.http_port = free_port(), free_port()
         places = ("--address", bed.fleet_address, "--http", bed.http_address, "--out", "out")

@@ -1,4 +1,4 @@
-"""A method in its user's own files, with a client half and a measure of its own."""
+"""A method in its user's own files, with its own client half and measure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = ("my_method.py", "my_client.py")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which the files lie, and commands are typed."""
+    """A working folder with the files."""
     for name in FILES:
         shutil.copy(ROOT / "tests" / "own" / name, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_a_run_of_other_code_is_not_kept(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_a_method_may_be_named_like_a_key(folder: Path) -> None:
-    # The file of the run has the key `devices`, and those of the class Devices: devices.alpha, …
+    # The configuration has the key `devices`, and the class Devices the key devices.alpha.
     (folder / "unlucky.py").write_text("from raceme.strategies import FedAsync as Devices\n")
     run = ["run", "--strategy", "unlucky:Devices", "--clients", "2", "--workers", "0"]
     rest = ["--max-updates", "4", "--set", "devices.alpha=0.3", "--out", "out"]
@@ -287,7 +287,7 @@ def test_a_mistake_after_a_resumption_is_not_blamed_on_the_checkpoint(
     (folder / "late.py").write_text(LATE)
     run = "run --strategy late:Late --clients 2 --workers 0 --checkpoint-every 2 --out out"
     CliRunner().invoke(app, [*run.split(), "--max-updates", "4"], catch_exceptions=False)
-    # That of the checkpoint.
+    # The value that the checkpoint was written with.
     monkeypatch.setattr("late.Late.after", 2)
     resume = "raceme run --resume out --strategy late:Late --max-updates 8"
     monkeypatch.setattr("sys.argv", resume.split())

@@ -57,7 +57,7 @@ LIMIT = ["--max-updates", "4"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run and a comparison of Raceme's own names."""
+    """A folder with a run and a comparison that only use Raceme's own names."""
     here = tmp_path_factory.mktemp("made")
     before = Path.cwd()
     os.chdir(here)
@@ -72,12 +72,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of it as the current folder, with a module that leaves a mark when it is imported."""
+    """A copy as the working folder, with a module that leaves a file when it is imported."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     source = PWN.format(mark=str(tmp_path / "mark"))
-    # On the way to the module, packages would run too.
+    # Importing the module would also run its packages.
     for path in (f"{FOLDER}/pwn.py", f"{FOLDER}/__init__.py", "compared/pwn.py"):
         (tmp_path / path).write_text(source)
     yield tmp_path
@@ -86,7 +86,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def ran(arguments: list[str]) -> str:
-    """Return the output of a command, and of its error."""
+    """Return the standard output and standard error of a command."""
     done = CliRunner().invoke(app, arguments)
     error = done.exception
     if isinstance(error, UserError):
@@ -97,13 +97,13 @@ def ran(arguments: list[str]) -> str:
 
 
 def name_code(file: str, *keys: str) -> None:
-    """Let the keys in a configuration name the module."""
+    """Replace keys of a configuration by the name of the module."""
     path = Path(file)
     path.write_text(tomli_w.dumps(read_toml(path) | dict.fromkeys(keys, CODE)))
 
 
 def refused(here: Path, said: str) -> bool:
-    """Return whether a command has refused in a line that says what it would import."""
+    """Return whether a command was refused with a line that names the import."""
     assert not (here / "mark").exists(), said
     line = said.splitlines()[-1]
     where = here / FOLDER
@@ -199,7 +199,7 @@ def test_a_run_that_stays_records_no_trust(here: Path) -> None:
 
 
 def commands() -> dict[str, click.Command]:
-    """Return every command by its words."""
+    """Return every command as its words."""
     group = typer.main.get_command(app)
     assert isinstance(group, click.Group)
     context = click.Context(group)
@@ -220,7 +220,7 @@ def lines() -> list[list[str]]:
         needed = [item for item in command.params if item.required]
         limit = LIMIT if any("--config" in item.opts for item in command.params) else []
         for item in command.params:
-            # Keys of a run mean the same everywhere.
+            # Keys of a run behave the same in all commands, so they are tested with `run` only.
             is_key = item.opts[0] in paths and (words == "run" or "--resume" in item.opts)
             if not (isinstance(item.type, click.Path) or is_key):
                 continue
@@ -284,7 +284,7 @@ def test_no_lasting_command_imports(line: list[str], here: Path) -> None:
         further += ["--address", "127.0.0.1:0"] if "--address" not in line else []
     with loopback(here) as net:
         process = net.start("command", as_command(*line, *further))
-        # The address of a page, the first attempt of a device, or the refusal.
+        # Waits for a page's address, a device's first attempt to connect, or the refusal.
         process.wait_for(r"http://|Ctrl-C|cannot be reached|raceme: .*\n|\n")
     assert not (here / "mark").exists()
 
@@ -382,7 +382,7 @@ def test_a_comparison_is_read_as_text(here: Path) -> None:
     assert len(found.rows) == 1
     assert found.results.results[0].method.asynchronous
     assert code in (here / "compared" / "report.html").read_text()
-    # Nor does a comparison that would keep its runs.
+    # A comparison that would keep these runs imports no code either.
     compared = ["compare", "fedasync", *TINY, *LIMIT, "--processes", "1", "--out", "compared"]
     assert f"holds a finished run with strategy = '{code}', wanted is 'fedasync'" in ran(compared)
     del tree["methods"][0]["asynchronous"]
@@ -429,7 +429,7 @@ def test_open_work_of_the_devices_of_up_needs_trust(here: Path) -> None:
     )
     assert refused(here, said)
     assert said.endswith(f"If you trust it, add --trust {here / 'served'}.")
-    # This only prepares the run: its server and devices would be processes.
+    # Only prepares the run, without starting its server and devices.
     typed = {**resume, "trust": "."}
     config = testbed.prepare({**keys_to_resume("served", typed), **typed})
     assert config.out == str(here / "served")

@@ -21,7 +21,7 @@ PAGE = "results-casa.md"
 
 
 def checked(docs: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the lines of ``python docs/tables.py --check``; none if all is well."""
+    """Return the lines of ``python docs/tables.py --check``; none if there is no error."""
     status = TABLES["main"](["--check"], docs)
     lines = capsys.readouterr().out.splitlines()
     assert status == bool(lines)
@@ -37,7 +37,7 @@ def docs(tmp_path: Path) -> Path:
 
 
 def changed(page: Path, old: str, new: str) -> None:
-    """Replace the first place of a text in a page."""
+    """Replace the first occurrence of a text in a page."""
     text = page.read_text(encoding="utf-8")
     assert old in text
     page.write_text(text.replace(old, new, 1), encoding="utf-8")
@@ -182,11 +182,11 @@ def test_the_signed_rank_test_is_exact_without_zeros() -> None:
     differences = [0.5, -0.2, 1.1, -0.9, 0.7, 2.3, 0.3, 1.6]
     found = TABLES["_signed_rank"]([*differences, 0.0])
     assert found == pytest.approx(wilcoxon(differences, method="exact").pvalue)
-    # Two of four sums of two equal ranks are as far from zero as theirs.
+    # Two of four possible sums of two equal ranks are as extreme as the observed one.
     assert TABLES["_signed_rank"]([0.5, 0.5]) == 0.5
 
 
 def test_p_values_are_corrected_for_their_number() -> None:
-    # 3 · 0.01, 2 · 0.02 and 1 · 0.03, none below the one before it.
+    # 3 · 0.01, 2 · 0.02 and 1 · 0.03, each at least the previous one.
     assert TABLES["_corrected"]([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
     assert TABLES["_corrected"]([0.6, 0.9]) == [1.0, 1.0]

@@ -46,7 +46,7 @@ TESTS = {
 
 
 def table(heading: str) -> list[list[str]]:
-    """Return the cells of the first table below a heading, without its head."""
+    """Return the cells of the first table below a heading, without its header."""
     section = PAGE.partition(f"\n## {heading}\n")[2]
     lines = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
@@ -67,5 +67,5 @@ def test_the_page_says_what_every_kind_of_work_reveals() -> None:
     kinds = {
         kind for row in table("What the server learns") for kind in re.findall("`(.*?)`", row[0])
     }
-    # Told of every client, above the table.
+    # Kinds of work that apply to every client are in the text above the table.
     assert {*CLIENT_WORK} - {"evaluate", "describe"} <= kinds

@@ -26,7 +26,7 @@ def ray(place: Loopback, clients: int, run_config: str) -> None:
 def test_fedavg_gives_the_same_model_bit_for_bit(
     tmp_path: Path, clients: int, in_order: str
 ) -> None:
-    """Two numbers give the same sum in either order; of more, the app says the order itself."""
+    """Two numbers have the same sum in any order; for more, the app fixes the order."""
     config = f"num-server-rounds=5 in-order={in_order}"
     with loopback(tmp_path) as place:
         place.superlink("--insecure", "--simulation")

@@ -1,4 +1,4 @@
-"""The released distributions are complete, and work outside of a checkout."""
+"""The released distributions are complete, and work outside a checkout."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Installed:
     Attributes
     ----------
     python : str
-        Interpreter that finds it.
+        Interpreter that can import it.
     variables : dict
-        Environment variables with which it does.
+        Environment variables for that.
     folder : Path
-        Where it is.
+        Its folder.
     """
 
     python: str
@@ -48,7 +48,7 @@ class Installed:
     folder: Path
 
     def start(self, place: Path, *arguments: str) -> subprocess.Popen[str]:
-        """Start `raceme` from the wheel, in a folder of its own."""
+        """Start `raceme` from the wheel, in a separate folder."""
         return subprocess.Popen(
             [self.python, "-m", "raceme", *arguments],
             cwd=place,
@@ -61,7 +61,7 @@ class Installed:
 
 @pytest.fixture(scope="module", params=["beside", pytest.param("empty", marks=pytest.mark.slow)])
 def installed(wheel: Path, request: pytest.FixtureRequest) -> Installed:
-    """The wheel beside the packages that are there, or in an empty environment with its own."""
+    """The wheel beside the installed packages, or in an empty environment with its dependencies."""
     folder = wheel.parent / request.param
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     if request.param == "beside":
@@ -77,7 +77,7 @@ def installed(wheel: Path, request: pytest.FixtureRequest) -> Installed:
 
 
 def output(process: subprocess.Popen[str]) -> str:
-    """Return what a process prints, once it has ended well."""
+    """Return the output of a process that must succeed."""
     text, _ = process.communicate(timeout=240)
     assert process.returncode == 0, text
     return text
@@ -112,7 +112,7 @@ def test_the_source_distribution_has_the_tests_and_no_results(tmp_path: Path) ->
         names = {member.name.partition("/")[2] for member in archive.getmembers()}
     for needed in ("CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "tests/test_wheel.py"):
         assert needed in names
-    # The site can be built from it: all pages and pictures.
+    # The archive contains all pages and pictures of the documentation site.
     site = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.*")]
     assert {name for name in site if not name.endswith((".json", ".pyc"))} <= names
     assert not [name for name in names if name.startswith("docs/results/")]
@@ -148,7 +148,7 @@ def test_the_commands_work_far_from_a_checkout(installed: Installed, tmp_path: P
 
 
 def fetched(port: int, path: str) -> bytes | None:
-    """Return what the dashboard sends; None if nothing."""
+    """Return the response of the dashboard, or None."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10) as answer:
             return bytes(answer.read())

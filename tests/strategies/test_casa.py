@@ -1,4 +1,4 @@
-"""CASA step by step: a short sequence of updates traced by hand, splits, newcomers."""
+"""CASA step by step: short sequences of updates traced by hand, splits, newcomers."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ from raceme.strategies.casa.strategy import GAP, SPLITS, CASAState
 
 
 def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> CASA:
-    """CASA with a model of zeros, of two by default, and clients that have all been sent it."""
+    """CASA with a model of zeros (two by default), and clients that have all been sent it."""
     strategy = CASA(CASAParameters(**parameters))  # type: ignore[arg-type]
     strategy.initialize(np.zeros(size, np.float32))
     for index in range(clients):
@@ -70,7 +70,7 @@ def test_three_updates_by_hand() -> None:
     assert second.weight == pytest.approx(0.773660, abs=1e-6)
     # 0.77366 · (3, 4) + 0.22634 · (0.773683, 0) = (2.496096, 3.094640).
     assert model.vector.tolist() == pytest.approx([2.496096, 3.094640], abs=1e-5)
-    # What was compared is cleared: buf_1 held the model of c0.
+    # Compared buffers are cleared: buf_1 held the model of c0.
     assert strategy.state.buffers.owners(1).tolist() == []
     names, similarity = strategy.similarity()
     assert names == ["c0", "c1", "c2"]
@@ -107,7 +107,7 @@ def test_recurring_models_are_not_buffered_twice() -> None:
     strategy = casa_with(3)
     strategy.applied([update("c0", (1.0, 0.0))])
     strategy.applied([update("c0", (0.0, 1.0), version=1)])
-    # c1 still holds c0's first model: cos((1, 0), (1, 0)) = 1.
+    # c1's buffer still holds c0's first model: cos((1, 0), (1, 0)) = 1.
     strategy.applied([update("c1", (1.0, 0.0))])
     assert strategy.similarity()[1][0, 1] == pytest.approx(1.0)
 
@@ -137,8 +137,8 @@ def test_with_global_staleness_starts_are_distinguished_by_all_updates() -> None
             strategy.applied([Update(one, np.ones(2, np.float32), 10, 0.0)])
         return not np.isnan(strategy.similarity()[1][0, 1])
 
-    # Versions that are far apart, as those of a cluster that is new, at the same time; and the same
-    # version at times that are five updates apart.
+    # Distant versions at the same time, as in a new cluster; then the same version at times that
+    # are five updates apart.
     assert compared(task("c0", version=0, updates=40), task("c1", version=40, updates=44))
     assert not compared(task("c0", version=7, updates=40), task("c1", version=7, updates=45))
 
@@ -171,7 +171,7 @@ def test_the_weight_of_an_update_is_that_of_its_own_cluster() -> None:
     ("missing_pairs", "parts"),
     [
         ("wait", [["c0", "c1", "c2"]]),
-        # c0 and c1 alone have no eigengap: it takes three.
+        # c0 and c1 alone have no eigengap, which requires three clients.
         ("leave-out", [["c0", "c1", "c2"]]),
         # A = ((1, 1, 0), (1, 1, 0), (0, 0, 1)): the eigenvalues of L are 0, 0, 1, so that R = 2,
         # and the gap of 1 is above α_c = 2 / log2(6) = 0.77.
@@ -193,7 +193,7 @@ def test_a_pair_that_is_not_compared_yet_is_waited_for_or_zero(
     ("parameters", "count"),
     [
         ({"missing_pairs": "wait"}, 1),
-        # Twelve updates of seven clients: 1.71 for each.
+        # Twelve updates of seven clients: 1.71 per client.
         ({"missing_pairs": "leave-out", "patience": 1.8}, 1),
         ({"missing_pairs": "leave-out", "patience": 1.7}, 2),
     ],
@@ -207,10 +207,10 @@ def test_clients_that_are_not_compared_yet_need_not_hold_up_a_split(
     strategy.clusters.report_to(seen.append)
     feed_two_groups(strategy)
     assert len(strategy.models) == count
-    # The gap and its bound are of the six: α_c = 2 Ω(12) / log2(6 + 3).
+    # Gap and threshold are those of the six: α_c = 2 Ω(12) / log2(6 + 3).
     bounds = [split.threshold for split in placed(seen, ClusterChange.SPLIT)]
     assert bounds == pytest.approx([2 * (math.e / 2.8) ** 0.012 / math.log2(9)] * (count - 1))
-    # The slow one follows the first of two parts that are equally large.
+    # The slow client joins the first of two equally large parts.
     own = homes(strategy)
     assert own["c6"] == own["c0"]
 
@@ -219,7 +219,7 @@ def test_clients_with_most_unknown_pairs_are_left_out_first() -> None:
     computed = np.eye(6, dtype=bool)
     for a, b in [(1, 2), (1, 3), (2, 3), (3, 5)]:
         computed[a, b] = computed[b, a] = True
-    # Of 1, 2, 3 and 5 the last lacks two pairs, the first two one each: without 5 all are known.
+    # Client 5 lacks two pairs, clients 1 and 2 lack one each: without 5 all pairs are known.
     assert comparable(np.array([1, 2, 3, 5]), computed).tolist() == [1, 2, 3]
 
 
@@ -253,7 +253,7 @@ def test_no_split_before_every_pair_is_known_nor_without_clustering() -> None:
 
 
 def feed_one_group(strategy: CASA, rounds: int) -> None:
-    """Let ten clients update whose models differ by noise alone."""
+    """Let ten clients update with models that differ only by noise."""
     rng = np.random.default_rng(0)
     for _ in range(rounds):
         for client in range(10):
@@ -261,7 +261,7 @@ def feed_one_group(strategy: CASA, rounds: int) -> None:
 
 
 def test_a_guard_against_noise_keeps_one_group_together_and_divides_two() -> None:
-    # So small an α that any gap is large enough.
+    # With so small an α, any gap is large enough.
     unguarded = casa_with(10, size=51, gap_range=1000.0, alpha0=0.01)
     feed_one_group(unguarded, rounds=4)
     assert len(unguarded.models) > 1
@@ -281,8 +281,8 @@ def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> 
     seen: list[events.Event] = []
     strategy.clusters.report_to(seen.append)
     feed_two_groups(strategy)
-    # c6's one model was compared with everybody's first: it is nearest to c3, c4, c5, though the
-    # other part is as large and comes first. Of c7 nothing is known. The report lists both.
+    # c6's model was compared with the first group's and is nearest to c3, c4, c5, though the other
+    # part is as large and comes first. c7 has not been compared. The report lists both.
     expected = {**dict.fromkeys(("c0", "c1", "c2", "c7"), 1), **dict.fromkeys(("c3", "c4"), 2)}
     expected |= {"c5": 2, "c6": 2}
     assert homes(strategy) == expected
@@ -348,7 +348,8 @@ def test_the_updates_of_clients_that_are_taken_for_gone_do_not_divide_one_group(
     for client in range(4):
         send(client)
     strategy.on_leave("c4")
-    # c4 has the models of all four, of whom nobody has c4's: these pairs are not missing now.
+    # c4's buffer has the models of all four, but no buffer has c4's, so these pairs are not
+    # missing.
     for client in (4, 0, 4, 1, 2, 3):
         send(client)
         watch = strategy._watch(0)
@@ -367,8 +368,8 @@ def test_what_is_known_of_a_client_that_is_away_does_not_stand_for_what_is_missi
         strategy.applied([update(client, (1.0, 0.0))])
     strategy.on_leave("c3")
     strategy.applied([update("c1", (1.0, 0.0))])
-    # Missing are (0, 2) and (1, 2). c3 brings two pairs with c0 and c1: nothing is known of c2 yet,
-    # whose similarities of 0 would divide the cluster.
+    # (0, 2) and (1, 2) are missing. c3 adds pairs with c0 and c1 only: c2 stays unknown, and its
+    # similarities of 0 would split the cluster.
     strategy.applied([update("c3", (1.0, 0.0))])
     assert set(strategy.models) == {0}
 
@@ -417,7 +418,7 @@ def test_a_client_that_was_split_off_alone_is_named() -> None:
 
 
 def two_clusters(**parameters: float | str) -> CASA:
-    """c0 and c1 in cluster 1, c2 in cluster 2; nothing is compared yet, and nobody divides them."""
+    """c0 and c1 in cluster 1, c2 in cluster 2; no pair is compared, and no split is possible."""
     strategy = casa_with(3, clustering=False, **parameters)
     strategy.clusters.split(0, [["c0", "c1"], ["c2"]])
     strategy.restored()
@@ -431,7 +432,7 @@ def test_a_representative_counts_clients_by_their_data() -> None:
     strategy.on_sent(task("new", cluster=1))
     angles = {"c0": 0.0, "c1": np.pi / 2, "c2": 1.2, "new": 0.9}
     for client, angle in angles.items():
-        # The data of c0 have grown.
+        # c0 has more data than at the start.
         examples = 1000 if client == "c0" else 10
         strategy.applied([update(client, (np.cos(angle), np.sin(angle)), examples=examples)])
     # Eq (15): rep_1 is (1000 (1, 0) + 10 (0, 1)) / 1010, at 0.01; rep_2 is at 1.2, 0.3 away. The
@@ -445,13 +446,14 @@ def test_a_newcomers_first_update_counts_as_if_it_had_started_from_its_cluster()
     at_version(strategy, 3, cluster=2)
     strategy.on_sent(task("c2", version=3, cluster=2))
     strategy.on_join(Client("new", num_examples=10))
-    # It was sent the larger cluster's model, whose versions say nothing about the other's.
+    # The newcomer was sent the larger cluster's model, whose version is meaningless in the other
+    # one.
     strategy.on_sent(task("new", version=100, cluster=1))
     strategy.applied([update("c2", (0.0, 1.0), version=3)])
     strategy.on_sent(task("c2", version=4, cluster=2))
     strategy.progress.updates = 12
     late = Update(task("new", 100, 1, updates=9), np.array([0.1, 1.0], np.float32), 10, 0.0)
-    # 12 − 9 updates of the whole run: the versions of its cluster say nothing about its start.
+    # 12 − 9 updates of the whole run, since the version of its present cluster does not apply.
     assert strategy.applied([late])[0].staleness == 3
     assert strategy.clusters.main("new") == 2
     owners = strategy.state.buffers.owners(2).tolist()
@@ -478,8 +480,8 @@ def test_a_returning_client_is_back_in_its_cluster() -> None:
 
 
 def test_with_a_small_budget_no_buffer_starves() -> None:
-    # 20 items for 20 buffers. Were those of the largest α and, of equal ones, of the last clients
-    # always dropped, some pairs would never be compared and nothing ever divided.
+    # 20 items for 20 buffers. If the items with the largest α, and at ties the last clients', were
+    # always dropped, some pairs would never be compared, and no cluster would be split.
     rng = np.random.default_rng(0)
     targets = [0.5 + np.eye(4, 8)[i % 4] + 0.05 * rng.normal(size=8) for i in range(20)]
     devices = [Device(seconds_per_round=1.0 if i % 3 else 5.0, jitter=0.2) for i in range(20)]
@@ -523,7 +525,7 @@ def test_on_a_grid_the_groups_are_found_and_reported() -> None:
 def test_a_model_that_starts_at_zero_is_warned_of(
     caplog: pytest.LogCaptureFixture, start: float, guard: float, warned: bool
 ) -> None:
-    # Whole models are compared: without a common start, chance decides their directions.
+    # Whole models are compared, whose directions are random without a common start.
     casa = CASA(CASAParameters(noise_guard=guard))
     casa.initialize(np.full(2, start, np.float32))
     assert ("initial model is zero" in caplog.text) is warned

@@ -59,8 +59,8 @@ def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None
     computed = np.eye(4, dtype=bool)
     computed[0, 3] = computed[3, 0] = True
     alphas = np.array([0.1, 0.3, 0.2, 0.3])
-    # Of (0,3) (1,3) (2,3) (0,2) (1,2) only (0,3) is computed: it goes first. Then those in the
-    # buffer of client 1, whose α = 0.3 is the largest among the buffers' clients.
+    # Of (0,3) (1,3) (2,3) (0,2) (1,2) only (0,3) is computed, so it is dropped first. Then the
+    # items of client 1, whose α = 0.3 is the largest among the buffers' clients.
     buffers.enforce(4, computed, alphas, np.random.default_rng(0))
     assert buffers.owners(0).tolist() == [2]
     assert buffers.total == 4
@@ -71,13 +71,13 @@ def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None
 
 
 def test_alphas_are_distinguished_in_tenths() -> None:
-    # 1.1^−13 = 0.28966 and 1.1^−12 = 0.31863; a client without an update has none.
+    # 1.1^−13 = 0.28966 and 1.1^−12 = 0.31863; a client without an update has no value.
     classes = alpha_class(np.array([0.0, 0.2896, 0.2897, 0.318, 0.319, 1.0]))
     assert classes.tolist() == [-np.inf, -14, -13, -13, -12, 0]
 
 
 def dropped(alphas: list[float], times: int) -> list[int]:
-    """Drop one of the items in the buffers of c0, c1 and c2; return how often it was whose."""
+    """Drop an item from the buffers of c0, c1 and c2; return how often each lost one."""
     counts = [0, 0, 0]
     for seed in range(times):
         buffers = buffers_for(4)

@@ -45,7 +45,7 @@ def test_sketches_are_symmetric_and_exact_where_only_the_reference_counts() -> N
     matrix = matrix_of(encoder, vectors)
     np.testing.assert_allclose(matrix, matrix.T, atol=1e-6)
     reference = encoder.encode(np.ones(2000, np.float32))
-    # The reference itself has δ = 0, so nothing is estimated.
+    # The reference itself has δ = 0, so that nothing is estimated.
     assert reference.stored @ reference.query == pytest.approx(1.0, abs=1e-6)
     other = encoder.encode(vectors[0])
     exact = vectors[0].sum() / (np.linalg.norm(vectors[0]) * np.sqrt(2000))
@@ -59,7 +59,7 @@ def test_the_error_falls_with_the_size_of_the_sketch() -> None:
         exact_error(matrix_of(Sketches(reference, size, seed=0), vectors), vectors)
         for size in (16, 256, 4096)
     ]
-    # |δ|² / |w|² is 0.01: 1 / √16, 1 / √256 and 1 / √4096 of it, give or take.
+    # |δ|² / |w|² is 0.01, so that the errors are about 0.01 / √16, 0.01 / √256 and 0.01 / √4096.
     assert errors[0] > errors[1] > errors[2]
     assert errors[1] < 0.01 * 4 / 16
 

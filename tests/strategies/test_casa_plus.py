@@ -68,7 +68,7 @@ def test_the_way_of_a_mask() -> None:
         strategy.on_sent(task)
         return task
 
-    # The first task carries no mask; it comes back fresh and is mixed in whole.
+    # The first task has no mask; its update is fresh and mixed in completely.
     assert strategy.request_for("c0") == Request("c0")
     task = in_flight(0, version=0)
     strategy.applied([Update(task, np.arange(1, 9, dtype=np.float32), 10, 0.0)])
@@ -87,7 +87,7 @@ def test_the_way_of_a_mask() -> None:
     assert {array.dtype for array in mask.values()} == {"uint8"}
     assert mask["w"].numpy().tolist() == [1, 1, 1, 0]
     assert mask["b"].numpy().tolist() == [[0, 0], [0, 0]]
-    # The third brings no news but where the mask is set.
+    # The third update only changes the weights where the mask is set.
     before = strategy.models[0].vector.copy()
     task = in_flight(2, version=18)
     assert list(strategy.state.sent) == [2]

@@ -52,14 +52,14 @@ def test_missing_pairs_are_counted_once() -> None:
     assert watch.missing == 3
     watch.change(0, np.array([1, 3]), np.array([0.5, 0.5], np.float32), matrix, computed)
     computed[0, 1] = computed[1, 0] = True
-    # Client 3 is not a member; the pair (0, 1) is known from now on.
+    # Client 3 is no member; the pair (0, 1) is known from now on.
     assert watch.missing == 2
     watch.change(1, np.array([0]), np.array([0.4], np.float32), matrix, computed)
     assert watch.missing == 2
 
 
 class Eager(CASA):
-    """CASA that looks at the eigenvalues at every update."""
+    """CASA that computes the eigenvalues at every update."""
 
     def on_update(self, update: Update):  # type: ignore[no-untyped-def]
         self.state.watches.clear()
@@ -96,7 +96,7 @@ def test_every_decision_is_that_of_always_looking(
             version = strategy.models[cluster].version
             task = InFlight(step, client, cluster, version, step, 0.0, 0)
             strategy.on_sent(task)
-            # Clients come nearer to their group's centre and to each other over time.
+            # Clients converge to their group's centre over time.
             noise = 2.0 * 0.99**step
             vector = centres[int(client[1:]) % 3] + noise * rng.normal(size=30)
             strategy.applied([Update(task, vector.astype(np.float32), 10, 0.0)])

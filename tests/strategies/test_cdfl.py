@@ -25,7 +25,7 @@ from raceme.strategies.cdfl.fedsoft import stated_shares
 
 
 class Centres:
-    """Losses on proxy sets: the distance from each set's centre."""
+    """Losses on proxy sets: the distances from each set's centre."""
 
     def __init__(self, *centres: Sequence[float]) -> None:
         self.centres = [np.array(centre, np.float32) for centre in centres]
@@ -39,7 +39,7 @@ class Centres:
 
 
 class Level(Centres):
-    """Losses that weights do not change, however large: those of biases that are all alike."""
+    """Constant losses, also for huge weights, as of a model whose biases are all equal."""
 
     def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> np.ndarray:
         return np.ones((len(vectors), 2), np.float32)
@@ -69,9 +69,9 @@ def upload(client: str, *weights: float, shares: Sequence[float] = ()) -> Update
     [
         # Losses 1 and 3, less 1.5: (−0.5, 1.5), the others' shares (1.5, −0.5), times A = 3.
         ("1.5", "keep", 6.0),
-        # Lowered to 1: (0, 2), (1, 0).
+        # With the bar lowered to 1: (0, 2), so shares (1, 0).
         ("1.5", "lower", 3.0),
-        # Half of the smallest: (0.5, 2.5), (5/6, 1/6).
+        # With the bar at half of the smallest loss: (0.5, 2.5), so shares (5/6, 1/6).
         ("50%", "lower", 2.0),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_newcomer_has_the_mean_of_the_clusters_and_the_present_epoch() -> None
     cdfl.on_join(Client("late", 10))
     assert cdfl.state.since["late"] == 7
     assert cdfl.clusters.of("late") == {0: 0.5, 1: 0.5}
-    # Who comes back has what it had.
+    # A client that comes back keeps its state.
     cdfl.on_join(Client("c0", 10))
     assert cdfl.state.since["c0"] == 0
 
@@ -118,7 +118,7 @@ def test_a_clusters_own_loss_is_measured_once_per_version() -> None:
     assert cdfl.estimate(v)[0] == pytest.approx(1 / (1 + math.exp(-3.0)))
     measured = len(cdfl.probe.asked)
     cdfl.estimate(v)
-    # Only those of v: the models have not changed.
+    # Only the losses of v are measured, since the clusters' models have not changed.
     assert cdfl.probe.asked[measured:] == [0, 1]
 
 
@@ -138,7 +138,7 @@ def test_a_late_upload_changes_no_cluster_and_is_answered(epoch: int, is_stale: 
     applied = cdfl.applied([upload("c0", 1.0, 0.0)])[0]
     assert (applied.weight == 0) == is_stale
     assert (cdfl.models[0].version == 0) == is_stale
-    # It gets a model of its mixture all the same, and its next upload counts from this epoch.
+    # It still gets a model of its mixture, and its next upload counts from this epoch.
     assert cdfl.state.since["c0"] == epoch
     assert cdfl.clusters.of("c0")[0] > 0.5
     assert 0 < cdfl.state.received["c0"][0] < 2
@@ -148,10 +148,11 @@ def test_the_share_falls_when_the_cluster_was_renewed_after_the_client_received(
     for last_update, expected in (("before", 0.025), ("this", 0.025 / 61)):
         cdfl = method(clients=3, oldest=100, last_update=last_update)
         cdfl.progress.updates = 5
-        # t = 6, τ = 0; nobody has renewed cluster 0: e_k = 0, or as printed 6: 10 · 6 + 1 = 61.
+        # t = 6, τ = 0; cluster 0 has not been updated: e_k = 0, or as printed 6, so 10 · 6 + 1 =
+        # 61.
         assert cdfl.applied([upload("c0", 1.0, 0.0)])[0].weight == pytest.approx(expected)
         cdfl.progress.updates = 11
-        # t = 12, τ = 0; c0 has renewed it at 6: 1/(10 · 6 + 1), or as printed 1/(10 · 12 + 1).
+        # t = 12, τ = 0; c0 updated it at 6: 1/(10 · 6 + 1), or as printed 1/(10 · 12 + 1).
         later = {"before": 0.025 / 61, "this": 0.025 / 121}[last_update]
         assert cdfl.applied([upload("c1", 1.0, 0.0)])[0].weight == pytest.approx(later)
 
@@ -257,9 +258,9 @@ def test_a_run_with_the_server_s_own_samples(tmp_path: Path, strategy: str) -> N
     assert 0 < summary["accuracy_before"] <= 1
     assert summary["mixture_divergence"] >= 0
     applied = [e for e in read_events(tmp_path / "run") if isinstance(e, events.UpdateApplied)]
-    # FedSoft ends with a whole round, of three clients or more.
+    # FedSoft ends with a complete round of at least three clients.
     assert len(applied) == 24 if strategy != "fedsoft" else 24 <= len(applied) < 30
-    # FedSoft-Async sends two models, the others one.
+    # FedSoft-Async sends two models, the other methods one.
     down = sum(e.bytes_down for e in applied) / sum(e.bytes_up for e in applied)
     assert down == pytest.approx(2.0 if strategy == "fedsoft-async" else 1.0, rel=0.05)
 
@@ -306,7 +307,7 @@ def test_fedsoft_async_keeps_each_held_version_once() -> None:
     assert sorted(soft.bases.vectors) == ["0/0", "1/0"]
     applied = soft.applied([upload("c0", 1.0, 0.0, shares=[0.8, 0.2])])[0]
     assert (applied.cluster, applied.weight) == (0, 0.025)
-    # Cluster 0 has a second version now, that c0 holds; the others still have the first.
+    # Cluster 0 has a second version now, which c0 holds; the others still have the first.
     assert sorted(soft.bases.vectors) == ["0/0", "0/1", "1/0"]
     for client in ("c1", "c2"):
         soft.applied([upload(client, 1.0, 0.0, shares=[0.2, 0.8])])

@@ -1,4 +1,4 @@
-"""Mixtures told from a model: α, β1 and β2 by hand, on both sides of every threshold."""
+"""Estimated mixtures: α, β1 and β2 by hand, on both sides of every threshold."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_alpha_of_three_clusters() -> None:
     alpha = estimated_shares(values(1, 2, 3), values(0, 1, 1), values(1, 1, 2), 0.5, 0.25, [3.0])
     expected = np.exp(3 * before) / np.exp(3 * before).sum()
     assert alpha == pytest.approx(expected, abs=1e-6)
-    # A second A applies to the result of the first.
+    # A second value of A is applied to the result of the first.
     twice = estimated_shares(
         values(1, 2, 3), values(0, 1, 1), values(1, 1, 2), 0.5, 0.25, [3.0, 10.0]
     )
@@ -52,7 +52,7 @@ def test_bars_are_below_every_value() -> None:
     losses = values(0.7, 0.9)
     assert above_bar(losses, Bar(0.5)) == pytest.approx([0.2, 0.4])
     assert above_bar(losses, Bar(0.7)) == pytest.approx([0.0, 0.2])
-    # A bar of 0.8 would make the better cluster's −0.1: it is lowered to 0.7.
+    # A bar of 0.8 would make the better cluster's term −0.1: it is lowered to 0.7.
     assert above_bar(losses, Bar(0.8)) == pytest.approx([0.0, 0.2])
     assert above_bar(losses, bar_of("loss-bar", "min")) == pytest.approx([0.0, 0.2])
 
@@ -69,11 +69,12 @@ def test_a_bar_that_follows_the_losses_is_a_share_of_their_smallest() -> None:
         # A fixed bar of 0.5 above the smallest loss, as printed: Σ (l − 0.5) = 1.3, and
         # 1 − (−0.2 / 1.3) = 1.15385 for the best, 1 − 0.5 / 1.3 = 0.61538 for the others.
         (Bar(0.5), True, [-0.2, 0.5, 0.5, 0.5], [1.15385, 0.61538]),
-        # Lowered to 0.3: Σ = 2.1, and 1 against 2/3.
+        # With the bar lowered to 0.3: Σ = 2.1, which gives 1 and 2/3.
         (Bar(0.5), False, [0.0, 0.7, 0.7, 0.7], [1.0, 0.66667]),
-        # Half of the smallest, 0.15: Σ = 2.7, and 1 − 0.15 / 2.7 against 1 − 0.85 / 2.7.
+        # With the bar at half of the smallest loss, 0.15: Σ = 2.7, so 1 − 0.15 / 2.7 and 1 − 0.85 /
+        # 2.7.
         (Bar(0.5, follows=True), False, [0.15, 0.85, 0.85, 0.85], [0.94444, 0.68519]),
-        # As printed, a bar above the mean, 0.825, favours the worse: Σ (l − 0.9) = −0.3.
+        # As printed, a bar above the mean, 0.825, favours the worse cluster: Σ (l − 0.9) = −0.3.
         (Bar(0.9), True, [-0.6, 0.1, 0.1, 0.1], [-1.0, 1.33333]),
     ],
 )
@@ -101,7 +102,7 @@ def test_where_all_values_are_zero_the_clusters_are_alike() -> None:
 def test_beta1_on_both_sides_of_the_mean() -> None:
     assert cluster_shares(values(0.5, 0.3, 0.2)).tolist() == [1.0, 0.0, 0.0]
     assert cluster_shares(values(0.45, 0.35, 0.2)) == pytest.approx([1.0, 0.35 / 0.45, 0.0])
-    # What is at the bar is not below it, whatever 1/3 is in floating point.
+    # A share equal to the bar is not below it, despite the rounding of 1/3.
     assert cluster_shares(values(1 / 3, 1 / 3, 1 / 3)).tolist() == [1.0, 1.0, 1.0]
     assert cluster_shares(values(0.5, 0.3, 0.2), bar=0.2) == pytest.approx([1.0, 0.6, 0.4])
 
@@ -110,7 +111,7 @@ def test_beta2_on_both_sides_of_b() -> None:
     assert lateness_share(last=10, received=6, a=10.0, b=5.0) == 1.0
     # e_k − τ = 5 is not below b, and b is not subtracted in the denominator.
     assert lateness_share(last=10, received=5, a=10.0, b=5.0) == pytest.approx(1 / 51)
-    # A cluster that nobody has renewed since the client received its model.
+    # A cluster that has not been updated since the client received its model.
     assert lateness_share(last=3, received=9, a=10.0, b=5.0) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""CFL: the criterion on both sides of its bounds, the bi-partition, rounds and updates by hand."""
+"""CFL: the criterion on both sides of its bounds, bi-partition, rounds and updates by hand."""
 
 import numpy as np
 import pytest
@@ -47,8 +47,8 @@ def test_cosines_by_hand() -> None:
 
 
 def test_complete_linkage_on_four_clients() -> None:
-    # 0 and 1 are joined first (0.1), then 2 and 3 (0.2). Single linkage would have added 2 to the
-    # first pair (0.15); complete linkage sees 0.9, the farther of its two distances.
+    # 0 and 1 are joined first (0.1), then 2 and 3 (0.2). Single linkage would add 2 to the first
+    # pair (0.15); complete linkage uses 0.9, the larger of its two distances.
     distances = np.array(
         [[0.0, 0.1, 0.9, 0.8], [0.1, 0.0, 0.15, 0.7], [0.9, 0.15, 0.0, 0.2], [0.8, 0.7, 0.2, 0.0]]
     )
@@ -65,7 +65,8 @@ farther, 0.4 and 0.3 of the nearer, 0.55 and 0.55 of the mean of 2 and 3."""
 
 
 def test_complete_and_single_linkage_differ() -> None:
-    # Complete: 0 and 1 are joined. Single: 1 is joined to 2 and 3. (By the mean it would be 0.)
+    # Complete linkage joins 0 and 1, single linkage joins 1 to 2 and 3, average linkage would join
+    # 0.
     assert linkage(THREE_WAYS, 2, "complete").tolist() == [0, 0, 1, 1]
     assert linkage(THREE_WAYS, 2).tolist() == [0, 0, 1, 1]
     assert linkage(THREE_WAYS, 2, "single").tolist() == [0, 1, 1, 1]
@@ -86,7 +87,7 @@ def test_single_linkage_makes_the_largest_similarity_across_the_parts_smallest()
 
 
 def after_a_round(before: int = 0, **options: object) -> list[int | None]:
-    """Let four clients pull at 0, 50, 90 and 120 degrees; return their clusters."""
+    """Let four clients move at 0, 50, 90 and 120 degrees; return their clusters."""
     parameters = CFLParameters(eps1=9.0, eps2=0.7, **options)  # type: ignore[arg-type]
     strategy = with_clients(CFL(parameters), 4)
     strategy.scheduling.state.number = before + 1
@@ -100,7 +101,7 @@ def test_the_options_of_dividing() -> None:
     # from 0°.
     assert after_a_round() == [1, 1, 2, 2]
     assert after_a_round(linkage="single") == [1, 2, 2, 2]
-    # Whatever the number of updates: few clients may take part in a round.
+    # The wait counts rounds, not updates, as few clients may take part in a round.
     assert after_a_round(before=4, wait_rounds=5) == [0] * 4
     assert after_a_round(before=5, wait_rounds=5) == [1, 1, 2, 2]
     assert after_a_round(least_members=5) == [0] * 4
@@ -112,7 +113,7 @@ def test_the_options_of_dividing() -> None:
 
 def test_a_round_without_and_one_with_a_split() -> None:
     strategy = with_clients(CFL(CFLParameters(eps1=0.4, eps2=0.7)), 4)
-    # Mean (0.5, 0): its norm is above 0.4, so that the round is one of federated averaging.
+    # The mean (0.5, 0) has a norm above 0.4, so that the round is one of federated averaging.
     applied = round_of(strategy, (1, 0), (1, 0), (0, 1), (0, -1))
     assert [a.weight for a in applied] == [0.25] * 4
     assert strategy.models[0].vector.tolist() == [0.5, 0.0]
@@ -130,27 +131,26 @@ def test_members_without_a_say_go_where_their_last_update_fits() -> None:
     round_of(strategy, (1, 0), (1, 0), (1, 0), (0, 1), (0, 1))
     strategy.on_leave("c3")
     strategy.on_leave("c5")
-    # The model is (0.6, 0.4); c0 and c1 pull along the first axis, c2 against it. c3's last
-    # update was (0, 1), at right angles to both: cosines 0 and 0, the first part it is. Nothing
-    # is known of c5: it goes to the larger part.
+    # c0 and c1 move along the first axis, c2 against it, from (0.6, 0.4). c3's last update (0, 1)
+    # is orthogonal to both: the first part wins the tie. Unknown c5 goes to the larger part.
     round_of(strategy, (1.4, 0.4), (1.4, 0.4), (-1.0, 0.4))
     assert homes(strategy) == {"c0": 1, "c1": 1, "c2": 2, "c3": 1, "c4": 1, "c5": 1}
 
 
 def test_members_without_a_say_may_fit_the_smaller_part() -> None:
     strategy = with_clients(CFL(CFLParameters(eps1=0.4, eps2=0.7)), 6)
-    # The mean (0.4, 0.2) is no rest: 0.447.
+    # The mean (0.4, 0.2) has the norm 0.447, so the cluster is not stationary.
     round_of(strategy, (1, 0), (1, 0), (1, 0), (-1, 0), (0, 1))
     strategy.on_leave("c3")
     strategy.on_leave("c5")
-    # Now c0 and c1 pull against c2; c3's last pull was against the first axis, as c2's is. c4's
-    # was at right angles to all, and of c5, who was never there, nothing is known.
+    # Now c0 and c1 oppose c2; c3's last update was against the first axis like c2's. c4's was
+    # orthogonal to all, and c5 has no update.
     seen: list[events.Event] = []
     strategy.clusters.report_to(seen.append)
     round_of(strategy, (1.2, 0.2), (1.2, 0.2), (-1.2, 0.2))
     expected = {"c0": 1, "c1": 1, "c2": 2, "c3": 2, "c4": 1, "c5": 1}
     assert homes(strategy) == expected
-    # The report lists those who are offline, too.
+    # The report also lists clients that are offline.
     (split,) = placed(seen, ClusterChange.SPLIT)
     assert split.memberships == {client: {k: 1.0} for client, k in expected.items()}
 
@@ -163,8 +163,8 @@ def test_after_a_split_the_updates_to_the_old_cluster_are_forgotten() -> None:
     # Deltas (2, 0) three times and (−6, 0): their mean is 0.
     step(strategy, "c3", *(strategy.models[0].vector + np.array([-6, 0])))
     assert [homes(strategy)[f"c{i}"] for i in range(4)] == [1, 1, 1, 2]
-    # c0's Δ = (−4, 0) and the (2, 0) that c1 and c2 sent to the old cluster would have mean 0, and
-    # divide the new one.
+    # Without the reset, c0's Δ = (−4, 0) and the (2, 0) that c1 and c2 sent to the old cluster
+    # would have mean 0, and split the new cluster.
     step(strategy, "c0", *(strategy.models[1].vector + np.array([-4, 0])))
     assert set(strategy.models) == {1, 2}
     assert list(strategy.state.deltas) == ["c0"]
@@ -188,7 +188,7 @@ def test_a_newcomer_joins_the_cluster_whose_updates_are_like_its_own() -> None:
     round_of(strategy, (1, 0.5), (-1, 0.5), (1, 0.5), (-1, -0.5))
     strategy.on_join(Client("c4", num_examples=10))
     assert strategy.clusters.main("c4") == 1
-    # Its model minus the first cluster's (1, 0.5): (−2, −1).
+    # c4's model minus the first cluster's (1, 0.5): (−2, −1).
     round_of(strategy, (1, 0.6), (-1.5, 0), (1, 0.6), (-1.5, 0), (-1, -0.5))
     assert strategy.clusters.main("c4") == strategy.clusters.main("c1")
 

@@ -44,7 +44,7 @@ def test_a_block_is_a_running_mean() -> None:
 
 
 def test_points_are_the_projections_on_the_left_singular_vectors() -> None:
-    # Gᵀ with orthogonal rows of lengths 5, 2 and 0: the vectors are these rows' directions.
+    # Gᵀ has orthogonal rows with the lengths 5, 2 and 0: the vectors are these rows' directions.
     points, values = main_points(np.array([[3.0, 4.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]]))
     assert values == pytest.approx([5, 2, 0])
     assert np.abs(points[:, :2]) == pytest.approx(np.array([[5, 0], [0, 2], [0, 0]]))
@@ -56,7 +56,7 @@ def test_three_clients_in_two_groups_move_together_and_models_stay() -> None:
     for client, gradient in (("c0", (1, 0.1)), ("c1", (0, 2)), ("c2", (1.1, 0))):
         made.on_answer(answer(made, client, *gradient))
     made._cluster(0)
-    # Two of three stay in cluster 0.
+    # The larger part, two of three clients, keeps cluster 0.
     assert homes(made) == {"c0": 0, "c1": 1, "c2": 0}
     assert (made.state.criterion, made.state.clustered) == (1, 0)
     made._cluster(2)

@@ -1,4 +1,4 @@
-"""OCFL: temperature and parts by hand, the time of the division, newcomers."""
+"""OCFL: temperature and parts by hand, the time of the split, newcomers."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_the_temperature_by_hand() -> None:
 
 
 def test_parts_by_density() -> None:
-    # Two pairs at 0.1, about 1 apart; the fifth is 1 from all and in none.
+    # Two pairs at distance 0.1, about 1 apart; the fifth client is 1 from all others, and noise.
     distances = np.ones((5, 5)) - np.eye(5)
     distances[0, 1] = distances[1, 0] = distances[2, 3] = distances[3, 2] = 0.1
     assert density_parts(["a", "b", "c", "d", "e"], distances, 2) == [["a", "b"], ["c", "d"]]
@@ -40,7 +40,7 @@ ROUND = [(1.0, 0.0), (1.0, 0.1), (0.0, 1.0), (0.1, 1.0)]
 
 def test_the_division_waits_until_updates_cease_to_diverge() -> None:
     method = with_clients(OCFL(), 4)
-    # All alike first, then further and further apart, and at last less so.
+    # Updates are alike first, then diverge more and more, and finally less.
     for spread in (0.1, 0.5, 1.0):
         at = method.models[0].vector
         round_of(method, *((at[0] + 1.0, at[1] + spread * y) for y in (-1.0, -0.9, 0.9, 1.0)))
@@ -49,10 +49,10 @@ def test_the_division_waits_until_updates_cease_to_diverge() -> None:
     round_of(method, *((at[0] + 1.0, at[1] + 0.9 * y) for y in (-1.0, -0.9, 0.9, 1.0)))
     assert homes(method) == {"c0": 1, "c1": 1, "c2": 2, "c3": 2}
     assert method.models[1].vector.tolist() == pytest.approx([4.0, -0.9 * 0.95])
-    # Once only.
+    # Clusters are split only once.
     round_of(method, *ROUND)
     assert len(method.models) == 2
-    # A newcomer's update is as those of the second cluster.
+    # A newcomer's update equals those of the second cluster.
     method.on_join(Client("c4", num_examples=10))
     main = method.models[method.clusters.main("c4")].vector
     step(method, "c4", *(main + method.state.deltas["c2"]))

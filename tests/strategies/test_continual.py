@@ -1,4 +1,4 @@
-"""The continual methods in rounds: requests to clients, and runs of two tasks."""
+"""Continual methods in rounds: requests to clients, and runs of two tasks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from raceme.training.models import initial_arrays
 
 
 def at_tasks(strategy: Any, trained: dict[str, int], **now: int) -> Any:
-    """A strategy whose clients are at these tasks, and have trained on those."""
+    """A strategy with clients at the given tasks (`now`), which have trained on `trained`."""
     made = with_clients(strategy, len(now))
     made.train_config = ConfigRecord({"lr": 0.1, "local-epochs": 2})
     made.step_of = now.get
@@ -56,7 +56,7 @@ def test_ewc_says_how_strongly_and_what_measuring_takes() -> None:
     work = [made.request_for(client) for client in ("c0", "c1", "c2")]
     assert {one.kind for one in work} == {"train-elastic"}
     told = {"proximal-mu": 0.3, "elastic-strength": 7.0, "elastic-memory": 0.5}
-    # One epoch more, where two are trained.
+    # One epoch more than the usual two.
     assert [dict(one.settings) for one in work] == [told, told | {"compute-scale": 1.5}, told]
 
 
@@ -65,7 +65,7 @@ def test_stable_sgds_learning_rate_falls_with_each_task() -> None:
     made = at_tasks(StableSGD(parameters), {}, c0=0, c1=1, c2=3)
     made.progress.fleet.clients["c3"] = made_client("c3")
     scales = [made.request_for(f"c{number}").settings["lr-scale"] for number in range(4)]
-    # Of c3 nobody says when its data change.
+    # The time of c3's next change is unknown.
     assert scales == pytest.approx([1.0, 0.8, 0.512, 1.0])
     assert dict(made.request_for("c0").settings) == {
         "proximal-mu": 0.0,
@@ -96,11 +96,11 @@ def test_apd_says_how_strongly_parts_are_held_and_has_them_tested_with() -> None
 METHODS = pytest.mark.parametrize("name", ["ewc", "ssgd", "apd", "fedweit"])
 
 
-# FedWeIT: what clients borrow.
+# FedWeIT: weights that clients borrow.
 
 
 def brought(made: Any, client: str, task: int, indices: list[int], *values: float) -> Update:
-    """An update with task-adaptive weights, from a task of the client."""
+    """An update with task-adaptive weights for one of the client's tasks."""
     one = update(made, client, 1.0, 1.0)
     numbers = {
         "adaptive-indices": np.array(indices, np.int32),
@@ -110,7 +110,7 @@ def brought(made: Any, client: str, task: int, indices: list[int], *values: floa
 
 
 def borrowed(made: Any, client: str) -> list[list[float]]:
-    """Return the values that a client is sent of others."""
+    """Return the values that a client borrows from others."""
     record = made.request_for(client).arrays.get("others", {})
     values = [name for name in record if name.startswith("adaptive-values")]
     assert len(record) == 2 * len(values)
@@ -123,10 +123,10 @@ def test_a_client_that_begins_a_task_borrows_others_latest_tasks_before_it() -> 
         made.applied([brought(made, "c0", task, [0], 1.0 + task)])
     made.applied([brought(made, "c1", 0, [1], 7.0), brought(made, "c2", 1, [0, 1], 8.0, 9.0)])
     made.applied([brought(made, "c1", 2, [1], 6.0)])
-    # Not its own, and of c1 not what belongs to the very task that begins.
+    # Neither its own weights nor c1's weights for the task that starts now.
     assert borrowed(made, "c0") == [[7.0], [8.0, 9.0]]
     assert borrowed(made, "c2") == [[2.0], [7.0]]
-    # c1 has begun already.
+    # c1 has already started the task.
     assert borrowed(made, "c1") == []
     state = from_tree(FedWeITState, to_tree(made.state))
     assert to_tree(state)["adaptive"].keys() == {"c0", "c1", "c2"}
@@ -158,7 +158,7 @@ def test_unusable_adaptive_weights_are_left_aside(indices: list[int], values: li
     assert made.models[0].vector.tolist() == [1.0, 1.0]
 
 
-# Whole runs, on tasks.
+# Complete runs with tasks.
 
 IID = {"clients": 4, "partition": "iid", "workers": "0"}
 TASKS = {"drift": "tasks", "tasks-count": 2, "tasks-order": "same"}
@@ -206,12 +206,12 @@ def accuracies(seen: list[events.Event]) -> list[float]:
 
 @METHODS
 def test_a_run_of_two_tasks_that_goes_on_is_the_one_that_was_never_interrupted(name: str) -> None:
-    # In the second task: what clients keep of the first must be there again.
+    # During the second task, so that the clients' state of the first must be restored.
     seen, model, state = play(name, save_at=52)
     rest, again, _ = play(name, saved=state)
     assert list(map(repr, rest)) == list(map(repr, seen[state["seen"] :]))
     assert again == model
-    # Tested after 0, 20, 40, 60 and 80 updates. Guessing would be right in a fifth.
+    # Tested after 0, 20, 40, 60 and 80 updates. Guessing would be right in a fifth of cases.
     assert accuracies(seen)[-1] > 0.7
 
 

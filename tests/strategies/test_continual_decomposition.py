@@ -19,7 +19,7 @@ FREE = Strengths(sparsity=0.0, drift=0.0)
 
 
 def one_output() -> Network:
-    """A matrix of one weight, and a bias."""
+    """A matrix with a single weight, and a bias."""
     return Network(models.build("mclr", (1,), 1))
 
 

@@ -1,4 +1,4 @@
-"""CSAFL: affinity by hand, the threshold on both sides, variants, and windows on virtual time."""
+"""CSAFL: affinity by hand, the threshold on both sides, variants, windows on virtual time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_affinity_by_hand() -> None:
     # Without a width it is the median distance, √9.44.
     weights = affinity_of(deltas, seconds, rho=math.sqrt(2))
     assert weights[1, 2] == pytest.approx(math.exp(-0.5), rel=1e-6)
-    # Latencies that are all alike count for nothing.
+    # Equal latencies have no influence.
     alike = affinity_of(deltas, np.ones(3), rho=5.0, width=1.0)
     assert alike[0, 1] == pytest.approx(math.exp(-0.96 / 2), rel=1e-6)
 
@@ -73,7 +73,7 @@ def test_the_width_is_one_if_the_median_distance_is_zero() -> None:
 
 
 def in_a_window(**options: object) -> CSAFL:
-    """Three clients of one group that have all been picked, with 10, 10 and 20 examples."""
+    """Three clients of one group that are all selected, with 10, 10 and 20 examples."""
     strategy = with_clients(CSAFL(CSAFLParameters(grouping="none", threshold=2, **options)), 3)
     sizes = {"c0": 10, "c1": 10, "c2": 20}
     strategy.progress.fleet.clients = {name: Client(name, n) for name, n in sizes.items()}
@@ -95,9 +95,9 @@ def test_the_share_is_of_the_clients_group_alone() -> None:
     strategy = in_a_window()
     strategy.clusters.split(0, [["c0", "c1"], ["c2"]])
     (applied,) = strategy.applied([update(strategy, "c0", 4, 8)])
-    # 10 of 20 samples in its group; of all three picked clients they would be 10 of 40.
+    # 10 of 20 samples in its group; among all three selected clients it would be 10 of 40.
     assert applied.weight == 0.5
-    # c1 is of the same group, but not picked for this window.
+    # c1 is in the same group, but not selected for this window.
     del strategy.windows.state.members["c1"]
     (applied,) = strategy.applied([update(strategy, "c0", 4, 8)])
     assert applied.weight == 1.0
@@ -118,7 +118,7 @@ def test_statistics_of_a_batch_are_mixed_in_whatever_is_done_with_weights() -> N
     one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 8, 0)
     strategy.applied([one])
     strategy.applied([two])
-    # A quarter of 8, and three quarters of that: added up it would be 2 + 0 / 4.
+    # A quarter of 8, and three quarters of the previous value; a plain sum would be 2 + 0 / 4.
     assert strategy.models[0].vector.tolist() == [3.0, 1.5]
 
 
@@ -137,8 +137,8 @@ def test_the_threshold_on_both_sides(
     assert (applied.staleness, applied.weight) == (2, 0.25)
     assert strategy.models[0].vector.tolist() == [1.0, 2.0]
     assert strategy.windows.state.gathering == {}
-    # Three changes since: beyond δ = 2 the group updates together next. By default, as in
-    # the paper, the update is mixed in all the same: (1, 2) + ((4, 8) − (1, 2)) / 4.
+    # Three changes since: beyond δ = 2 the group updates jointly next. By default, as in the paper,
+    # the update is mixed in nevertheless: (1, 2) + ((4, 8) − (1, 2)) / 4.
     (applied,) = strategy.applied([two])
     assert (applied.staleness, applied.weight) == (3, weight)
     assert strategy.models[0].vector.tolist() == model
@@ -158,7 +158,7 @@ def test_a_stale_update_makes_its_own_group_gather() -> None:
 def test_the_direction_of_a_group_is_the_mean_of_unit_updates() -> None:
     strategy = with_clients(CSAFL(CSAFLParameters(groups=1)), 2)
     round_of(strategy, (10, 0), (0, 1))
-    # Not (5, 0.5): a long update counts no more than a short one.
+    # Not (5, 0.5), because updates are normalised.
     assert strategy.state.directions[1].tolist() == [0.5, 0.5]
 
 
@@ -235,7 +235,7 @@ def test_variants_on_virtual_time(method: Callable[..., CSAFL], groups: list[int
     assert len(strategy.models) == (3 if has_groups else 1)
     assert (last_accuracy(seen) > 0.9) == has_groups
     waited = sum(event.value for event in seen if isinstance(event, events.Measured))
-    # Slow clients take five times as long: who updates together waits for them, others never do.
+    # Slow clients take five times as long: only clients that update jointly wait for them.
     assert (waited == 0.0) == (method in (GAFedAvg, TAFedAvg))
 
 
@@ -243,8 +243,8 @@ def test_synchronous_windows_traced_by_hand() -> None:
     parameters = TFedAvg.parameters_type(**{**OPTIONS, "budget": 12.0})
     seen = run_on(TFedAvg(parameters), three_groups(), 24)
     applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
-    # c0, c4 and c8 take 5 s, the others 1 s: joint updates at 5 and at 10 s; the one that begins
-    # then ends at 12 s without the slow ones, of nine.
+    # c0, c4 and c8 take 5 s, the others 1 s: joint updates are at 5 and at 10 s; the window that
+    # begins then ends at 12 s with nine clients, without the slow ones.
     assert [event.time for event in applied[:24]] == [1.0] * 9 + [5.0] * 3 + [6.0] * 9 + [10.0] * 3
     seen = run_on(
         TFedAvg(TFedAvg.parameters_type(**{**OPTIONS, "budget": 12.0})), three_groups(), 33
@@ -265,7 +265,7 @@ def test_a_synchronous_update_that_the_end_of_its_window_cuts(
     applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
     weights = {event.client: event.weight for event in applied[24:]}
     # Twelve are averaged at 5 and at 10 s; nine of them, with 11 + 12 + 13 + 15 + 16 + 17 + 19 + 20
-    # + 21 = 144 samples, are back a third time when the window ends at 12 s.
+    # + 21 = 144 samples, answer a third time when the window ends at 12 s.
     assert len(weights) == 9
     assert sum(weights.values()) == pytest.approx(share)
     assert weights["c1"] == pytest.approx(share * 11 / 144)
@@ -282,7 +282,8 @@ def test_the_latency_of_the_grouping_is_the_mean_one() -> None:
     device = Device(seconds_per_round=1.0, seconds_per_sample=0.01, exponential_rate=50.0)
     strategy = Records(CSAFLParameters(groups=2, picked=3))
     run_on(strategy, grid_of(pulled_app(), [device] * 3), 3)
-    # D = 2 epochs of 10, 11 and 12 samples: 1 + D (0.01 + 1 / 50). What one draw took is not it.
+    # D = 2 epochs of 10, 11 and 12 samples: 1 + D (0.01 + 1 / 50). A single random duration
+    # differs.
     assert sorted(strategy.latencies) == ["c0", "c1", "c2"]
     for index in range(3):
         latency, arrived = strategy.latencies[f"c{index}"]
@@ -317,7 +318,7 @@ def test_a_budget_shorter_than_any_update_ends_the_run_and_reports_it() -> None:
     (ended,) = [event for event in seen if isinstance(event, events.RunEnded)]
     assert ended.ending is Ending.USELESS_REPLIES
     assert "no update fits into the budget of 0.5 s" in ended.reason
-    # What pre-training has found is not lost.
+    # The groups from pre-training are kept.
     assert len(strategy.models) == 3
 
 
@@ -337,6 +338,6 @@ def test_more_groups_than_clients_is_an_error_before_the_run() -> None:
 
 @pytest.mark.parametrize("update", ["semi-asynchronous", "synchronous"])
 def test_it_can_be_restored(update: str) -> None:
-    # A budget that the continued run does not reach, whose end would give up work.
+    # A budget longer than the continued run, since the end of a window would cancel work.
     options = {**OPTIONS, "budget": 40.0}
     check_it_can_be_restored(CSAFL, CSAFLParameters(**options, update=update))

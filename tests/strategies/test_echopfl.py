@@ -1,4 +1,4 @@
-"""EchoPFL: places of clients, broadcasts to clients at work by hand, groups on a grid."""
+"""EchoPFL: placement of clients, broadcasts to working clients by hand, groups on a grid."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from raceme.strategies import EchoPFL, EchoPFLParameters, FedAsync
 
 
 def half(**options: float) -> EchoPFL:
-    """Three clients; an update is half of the model."""
+    """Three clients; an update counts for half of the model."""
     return with_clients(EchoPFL(EchoPFLParameters(alpha=0.5, decay="constant", **options)), 3)
 
 
@@ -50,7 +50,8 @@ def test_a_broadcast_moves_a_client_at_work(echo: float, broadcasts: int) -> Non
     assert method.state.broadcasts == broadcasts
     outcome = method.applied([late])[0]
     method.close_task(late.task)
-    # Moved by (0.5, 0) it is (0.5, 1) and fresh; without a broadcast (0, 1) and one version late.
+    # With the shift of (0.5, 0) it is (0.5, 1) and fresh; without a broadcast (0, 1), a version
+    # late.
     assert outcome.staleness == 1 - broadcasts
     assert method.models[0].vector.tolist() == [0.25 + 0.25 * broadcasts, 0.5]
 

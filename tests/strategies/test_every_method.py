@@ -1,4 +1,4 @@
-"""Every registered method starts, trains, is stored, and goes on from where it was stopped."""
+"""Every registered method starts, trains, is stored, and resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_method_starts_is_stored_and_resumed(name: str, tmp_path: Path) -> Non
     simulate(RunConfig.from_mapping(resumed))
     then = read_run(tmp_path)
     assert len(then.updates.time) >= before + 10
-    # What follows the last checkpoint may depend on when the run ends.
+    # Events after the last checkpoint may depend on the end of the run.
     assert list(then.updates.client[:KEPT]) == list(first.updates.client[:KEPT])
     assert list(then.updates.time[:KEPT]) == list(first.updates.time[:KEPT])
     assert list((tmp_path / "clusters").glob("*.safetensors"))

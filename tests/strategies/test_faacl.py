@@ -51,7 +51,7 @@ def test_flat_faacl_by_hand() -> None:
     made = bench()
     made.train(INIT)
     assert made.train(INIT) == [("c0", 1, "train"), ("c1", 2, "train"), ("c2", 3, "train")]
-    # 1 and 2 are no worse by more than 0.5 for each other; 1 is for 3, but 3 for none.
+    # 1 and 2 are within 0.5 of each other; 1's model also suits 3, but 3's model suits no other.
     asked = made.compare(
         {
             "c0": {1: 1.0, 2: 1.25, 3: 3.0},
@@ -61,11 +61,11 @@ def test_flat_faacl_by_hand() -> None:
     )
     assert asked == {"c0": [1, 2, 3], "c1": [2, 1, 3], "c2": [3, 1, 2]}
     made.train(INIT)
-    # 2 did not support 3: the merged cluster does not either. Its model is that of one of the two.
+    # 2 did not support 3, so the merged cluster does not either. Its model is one of the two.
     assert homes(made.method) == {"c0": 4, "c1": 4, "c2": 3}
     said = [event.value for event in made.seen if isinstance(event, Measured)]
     assert said == [{1: (2,), 2: (1,), 3: (1,)}, {}]
-    # Something has changed: the next comparison finds support from one side, and all is settled.
+    # After the change, the next comparison finds one-sided support, and all pairs are settled.
     made.compare(
         {"c0": {4: 1.0, 3: 3.0}, "c1": {4: 1.0, 3: 3.0}, "c2": {4: 1.25, 3: 1.0}},
     )
@@ -75,7 +75,7 @@ def test_flat_faacl_by_hand() -> None:
         *[("c0", 3, "train"), ("c0", 4, "train"), ("c1", 3, "train"), ("c1", 4, "train")],
         ("c2", 3, "train"),
     ]
-    # θ of 3 is the mean over its client and those of its supporter, by samples.
+    # θ of 3 is the mean over its client and those of its supporter, weighted by samples.
     assert values(made) == pytest.approx({3: (10 + 80 + 210) / 60, 4: (10 + 80) / 30})
     assert made.method.state.supported.is_settled
     assert len(made.train(INIT)) == 5
@@ -98,7 +98,7 @@ def test_a_comparison_withdraws_support() -> None:
     assert ("c2", 4, "train") in made.train({})
     own = {"c0": 5, "c1": 5, "c2": 3, "c3": 4}
     made.compare({c: {**dict.fromkeys((3, 4, 5), 9.0), k: 1.0} for c, k in own.items()})
-    # The model of 4 has moved on: that of 3 is worse now.
+    # The model of 4 has improved: that of 3 is worse now.
     assert sorted(made.train({})) == [(c, k, "train") for c, k in own.items()]
 
 
@@ -154,7 +154,7 @@ def test_partitions_grow_until_all_clients_are_in_one() -> None:
     made.train({})
     sizes: list[int] = []
     while not made.method.state.supported.is_settled:
-        # Each finds all others' models much worse.
+        # Each client finds all other models much worse.
         made.train({}, elsewhere=9.0)
         sizes.append(len(made.method.state.supported.partitions))
     assert list(dict.fromkeys(sizes)) == [5, 3, 2, 1]
@@ -184,7 +184,7 @@ def test_a_newcomer_is_a_partition_of_its_own_that_is_joined_with_the_others() -
     newest = made.method.clusters.main("c9")
     assert values(made)[newest] == 5.0
     for _ in range(4):
-        # Meanwhile all others train on.
+        # In the meantime all others continue to train.
         assert {client for client, *_ in made.train({}, elsewhere=1.0)} == {"c0", "c1", "c9"}
     assert len(set(homes(made.method).values())) == 1
 

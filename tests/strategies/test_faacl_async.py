@@ -31,7 +31,7 @@ def begin(made: SupportBench, client: str) -> InFlight:
 
 
 def train(made: SupportBench, client: str, value: float, task: InFlight | None = None) -> Any:
-    """Let a client train; return what became of its update."""
+    """Let a client train; return the outcome of its update."""
     task = task or begin(made, client)
     assert task.kind == "train"
     update = Update(task, np.full(2, value, np.float32), 10, 0.0)
@@ -42,7 +42,7 @@ def train(made: SupportBench, client: str, value: float, task: InFlight | None =
 
 
 def measure(made: SupportBench, client: str, losses: dict[int, float]) -> list[int]:
-    """Let a client that is asked for losses answer; return which models it has measured."""
+    """Let a client measure losses; return the measured models."""
     task = begin(made, client)
     assert task.kind == LOSSES
     rows = [losses[model] + SPREAD for model in task.candidates]
@@ -61,7 +61,7 @@ def test_a_client_measures_what_it_does_not_know_before_it_trains() -> None:
     made = bench(compared=1)
     assert homes(made.method) == {"c0": 1, "c1": 2, "c2": 3}
     assert measure(made, "c0", {**FAR, 1: 1.0}) == [1, 2]
-    # The next one at once; then it knows all, and trains.
+    # The next model is tested at once; then the client knows all of them, and trains.
     assert measure(made, "c0", {**FAR, 1: 1.0}) == [1, 3]
     assert made.method.state.supported.tests == 2
     # Old tests are made again, the oldest first; as long as nothing changes, ever more seldom.
@@ -96,9 +96,9 @@ def test_support_from_one_side_lets_clients_train_another_model() -> None:
     before = value(made, 3)
     train(made, "c0", before + 2.0, _task(made, "c0", 3))
     assert value(made, 3) == pytest.approx(before + 1.0)
-    # c1 is no supporter: what it trains from model 3 counts for nothing.
+    # c1 is no supporter: its update from model 3 has the weight 0.
     assert train(made, "c1", 99.0, _task(made, "c1", 3)).weight == 0.0
-    # Support ends when a later test says so.
+    # Support ends when a later test denies it.
     trainings_before_measuring(made, "c2", FAR)
     assert made.method.state.supported.listed() == {}
 
@@ -118,7 +118,7 @@ def test_clusters_that_support_each_other_merge_at_once_and_one_model_is_kept() 
     assert homes(made.method) == {"c0": 4, "c1": 4, "c2": 3}
     kept = next(k for k in (1, 2) if made.method.clusters.continuations(k) == [4])
     assert value(made, 4) == kept
-    # What was trained from the model that was kept counts; the other's is of no use.
+    # An update from the model that was kept counts; one from the other model does not.
     dropped = 3 - kept
     assert train(made, f"c{dropped - 1}", 50.0, stale[dropped]).weight == 0.0
     assert value(made, 4) == kept
@@ -135,7 +135,7 @@ def test_tests_that_both_had_passed_are_of_the_merged_cluster() -> None:
     measure(made, "c1", {**FAR, 1: 1.0, 2: 1.0})
     assert made.method.state.passed["c2"] == {4: True}
     assert made.method.state.supported.listed() == {3: (4,)}
-    # c0 and c1 have tested 3 already, with a model of their own cluster.
+    # c0 and c1 have tested 3 already, against a model of their present cluster.
     assert made.method.state.passed["c0"] == {3: False}
 
 
@@ -176,7 +176,7 @@ def test_too_few_samples_are_refused() -> None:
     task = begin(made, "c0")
     with pytest.raises(InvalidReplyError, match="4 samples for validation"):
         made.answer(task, {LOSSES: np.ones((3, 4), np.float32)})
-    # It trains all the same before it is asked again.
+    # It trains once before it is queried again.
     made.end(task)
     train(made, "c0", 1.0)
     assert begin(made, "c0").kind == LOSSES

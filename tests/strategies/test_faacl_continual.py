@@ -1,4 +1,4 @@
-"""C-FAACL: remembered samples, the two searches, new concepts; by hand and in runs."""
+"""C-FAACL: remembered samples, both searches, new concepts; by hand and in runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_model_may_be_worse_away_from_home_by_less_than_epsilon(
 
 
 def bench(clients: int = 2, **options: object) -> SupportBench:
-    """Clients that are each a cluster of its own: they find all others' models far worse."""
+    """Clients with a cluster each, which find all other models far worse."""
     given: dict[str, Any] = {"epsilon": 0.5, "hierarchical": False, **options}
     made = SupportBench(CFAACL(CFAACLParameters(**given)), clients)
     values = {f"c{index}": float(index + 1) for index in range(clients)}
@@ -48,7 +48,7 @@ def bench(clients: int = 2, **options: object) -> SupportBench:
 
 
 def next_task(made: SupportBench, values: dict[str, float]) -> list[Any]:
-    """Let all clients have new data, and train models of their own on them."""
+    """Give all clients new data, and let them train their own models on them."""
     made.step += 1
     return made.train(values)
 
@@ -67,14 +67,14 @@ def test_new_data_are_learned_from_the_first_model_and_a_sample_is_remembered() 
 def test_a_client_comes_back_to_the_cluster_of_a_task_that_it_remembers() -> None:
     made = bench()
     next_task(made, {"c0": 8.0, "c1": 9.0})
-    # Nothing matches: two new concepts, with the models that were learned.
+    # No cluster matches: two new concepts are founded, with the learned models.
     made.search(lambda model, client, where: HOME if model in _home(client, where) else FAR)
     assert homes(made.method) == {"c0": 3, "c1": 4}
     assert [float(made.method.models[k].vector[0]) for k in (1, 2, 3, 4)] == [1.0, 2.0, 8.0, 9.0]
     for _ in range(2):
         made.train({"c0": 8.0, "c1": 9.0}, elsewhere=FAR)
     assert made.method.state.memory == {"c0": {0: 1, 1: 3}, "c1": {0: 2, 1: 4}}
-    # The first concepts come back: each finds it in its own memory, and asks nobody else.
+    # The first concepts return: each client finds it in its own memory, without asking others.
     next_task(made, {"c0": 1.5, "c1": 2.5})
     asked = made.search(
         lambda model, client, where: HOME if model in _home(client, where) else _back(model, where)
@@ -85,27 +85,27 @@ def test_a_client_comes_back_to_the_cluster_of_a_task_that_it_remembers() -> Non
     ]
     assert homes(made.method) == {"c0": 1, "c1": 2}
     assert made.method.state.memory == {"c0": {0: 1, 1: 3, 2: 1}, "c1": {0: 2, 1: 4, 2: 2}}
-    # A former task is served by the cluster that it had.
+    # A former task is served by the cluster that it belonged to.
     assert [made.method.serving("c0", step) for step in range(3)] == [{1: 1.0}, {3: 1.0}, {1: 1.0}]
 
 
 def test_a_cluster_is_remembered_under_the_step_whose_data_were_learned() -> None:
     made = bench()
     next_task(made, {"c0": 8.0, "c1": 9.0})
-    # Data move on during the search for those of step 1.
+    # The data change again during the search for those of step 1.
     made.step = 2
     made.search(lambda model, client, where: HOME if model in _home(client, where) else FAR)
     assert made.method.state.memory == {"c0": {0: 1, 1: 3}, "c1": {0: 2, 1: 4}}
 
 
 def _home(client: str, where: str) -> set[str]:
-    """Return the models that are at home on a set: the client's own on its new data, and so on."""
+    """Return the models that fit a set: the client's own for new data, else the remembered one."""
     own = {"c0": ("1", "3"), "c1": ("2", "4")}[client]
     return {client} if where == "validation" else {own[int(where[-1])]}
 
 
 def _back(model: str, where: str) -> float:
-    """Losses of models away from home when the concepts of step 0 have come back."""
+    """Losses of other models after the concepts of step 0 have returned."""
     fits = model in ("1", "2") if where == "validation" else where == "memory-0"
     return NEAR if fits else FAR
 
@@ -116,7 +116,7 @@ def test_a_concept_of_another_client_is_found_by_what_that_one_remembers(borrow:
     next_task(made, {"c0": 2.5, "c1": 1.5})
 
     def loss(model: str, client: str, where: str) -> float:
-        """The concepts of the two clients have been exchanged."""
+        """Losses after the two clients have exchanged their concepts."""
         concept = {("c0", "validation"): 2, ("c1", "validation"): 1}
         of_set = concept.get((client, where), int(client[-1]) + 1)
         of_model = {"1": 1, "2": 2, "c0": 2, "c1": 1}[model]
@@ -126,13 +126,13 @@ def test_a_concept_of_another_client_is_found_by_what_that_one_remembers(borrow:
     assert homes(made.method) == {"c0": 2, "c1": 1}
     kinds = [work.kind for work in asked]
     if borrow == "samples":
-        # Own memory; then each lends to the other; then each measures on what it was lent.
+        # Own memory; then each lends samples to the other; then each measures on borrowed samples.
         assert kinds == [MATCH, MATCH, LEND, LEND, MATCH, MATCH]
         assert all("borrowed-0" in work.arrays for work in asked[4:])
     else:
         assert kinds == [MATCH] * 4
         assert not any("borrowed-0" in work.arrays for work in asked)
-        # The other's new model comes to the sample instead.
+        # Instead, the other client's new model is sent to the owner of the sample.
         assert all("local-1" in work.arrays for work in asked[2:])
     assert [work.phase for work in asked[-2:]] == ["search-others", "search-others"]
 
@@ -146,7 +146,7 @@ def test_the_first_of_three_remembered_samples_that_matches_decides() -> None:
         made.train({"c0": value}, elsewhere=FAR)
     assert made.method.state.memory == {"c0": {0: 1, 1: 2, 2: 3}}
     next_task(made, {"c0": 7.5})
-    # The second and the third would do.
+    # The second and the third cluster would match.
     (asked,) = made.search(
         lambda model, client, where: FAR if model == "1" or where == "memory-0" else NEAR
     )
@@ -165,7 +165,7 @@ def test_a_device_that_has_lost_its_memory_starts_a_new_one(
     next_task(made, {"c0": 1.0})
     made.search(lambda model, client, where: NEAR, forgotten=("c0",))
     assert "c0 has lost its memory of step 0" in caplog.text
-    # With nothing to compare on, the data are a new concept.
+    # Without samples to compare on, the data count as a new concept.
     assert homes(made.method) == {"c0": 2}
     assert made.method.state.memory == {"c0": {1: 2}}
 
@@ -173,7 +173,7 @@ def test_a_device_that_has_lost_its_memory_starts_a_new_one(
 def test_a_search_without_answers_founds_nothing_and_is_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Algorithm 10 founds a cluster when an answer says that none matches."""
+    """Algorithm 10 founds a cluster only when an answer says that none matches."""
     made = bench()
     next_task(made, {"c0": 5.0, "c1": 6.0})
     while work := [one for one in made.hand_out() if one.kind in (MATCH, LEND)]:
@@ -182,7 +182,7 @@ def test_a_search_without_answers_founds_nothing_and_is_repeated(
     assert "c0 lacks an answer of its search: it will search again" in caplog.text
     assert homes(made.method) == {"c0": 1, "c1": 2}
     assert made.method.state.memory == {"c0": {0: 1}, "c1": {0: 2}}
-    # The round goes on, with a model that is learned anew; this time they answer.
+    # The round continues with a new model; this time the search gets answers.
     done = made.train({"c0": 8.0, "c1": 9.0})
     assert [kind for *_, kind in done] == ["learn", "learn"]
     made.search(lambda model, client, where: HOME if model in _home(client, where) else FAR)
@@ -191,7 +191,7 @@ def test_a_search_without_answers_founds_nothing_and_is_repeated(
 
 
 def test_one_missing_answer_leaves_open_whether_a_concept_is_new() -> None:
-    """Cluster 1 says no, and the holder of a sample of cluster 2 says nothing."""
+    """Cluster 1 does not match, and the holder of a sample of cluster 2 does not answer."""
     made = bench(borrow="losses")
     made.method.step_of = lambda client: 1 if client == "c0" else 0
     made.train({"c0": 5.0, "c1": 2.0})
@@ -208,7 +208,7 @@ def test_one_missing_answer_leaves_open_whether_a_concept_is_new() -> None:
 
 @pytest.mark.parametrize("clients", [2, 4, 8])
 def test_a_search_takes_time_in_proportion_to_the_clusters(clients: int) -> None:
-    """Algorithm 9 has C and d measured on C's own sample, not every model on every sample.
+    """Algorithm 9 measures C and d on C's own sample, not every model on every sample.
 
     A client has 10 training samples: 2 for validation, K − 1 clusters of others to search. On the
     2 new samples it measures K models (the clusters and its own), on each sample of 50 two:
@@ -225,7 +225,7 @@ def test_a_search_takes_time_in_proportion_to_the_clusters(clients: int) -> None
     assert own.settings["compute-scale"] == pytest.approx((2 * 2 + 50 * 2) / (3 * 10))
     passed = 2 * clients + 100 * (clients - 1)
     assert others.settings["compute-scale"] == pytest.approx(passed / (3 * 10))
-    # The first set holds the new data, under all models; each other one under two.
+    # The first set is the new data, measured under all models; each other set under two.
     pairs = np.reshape(others.settings["pairs"], (-1, 2)).tolist()
     assert pairs == [[0, row] for row in range(clients)] + [
         [1 + sample, row] for sample in range(clients - 1) for row in (sample, clients - 1)
@@ -268,7 +268,7 @@ STREAM: dict[str, object] = {
     [
         # The smallest p of four samples is 2^-4 = 0.0625.
         ({"c-faacl.remembered": 4}, "remembered is 4, and a test at level 0.05 needs 5 samples"),
-        # 5 % of a step's 90 samples, of which one is kept; on seed 0 not before the second step.
+        # 5 % of a step's 90 samples, of which one is kept; with seed 0 not before the second step.
         ({"scenario": "a2", "scenario-little": 0.05}, "keeps 1 of its samples .* needs 5"),
     ],
 )
@@ -284,7 +284,8 @@ def test_what_was_trained_before_data_moved_on_is_not_what_was_learned_of_them()
     made = bench()
     training = [made.open_task(work) for work in made.hand_out()]
     assert [task.kind for task in training] == ["train", "train"]
-    # Data move on while the round runs; whoever is given more to do in it learns them.
+    # The data change during the round; a client that gets another task in it trains on the new
+    # data.
     made.step = 1
     assert made.hand_out() == []
     assert made.method.request_for("c0").kind == "learn"
@@ -309,7 +310,7 @@ def test_after_a_search_clusters_are_trained_before_they_are_compared() -> None:
 
 
 def test_a_search_among_others_leaves_out_what_the_client_remembers_itself() -> None:
-    """Its own memory was searched before (Algorithm 8)."""
+    """The client's own memory was searched before (Algorithm 8)."""
     made = bench()
     next_task(made, {"c0": 8.0, "c1": 9.0})
     asked = made.search(lambda model, client, where: HOME if model == client else FAR)

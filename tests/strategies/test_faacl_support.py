@@ -49,10 +49,10 @@ def test_a_model_may_be_worse_by_less_than_epsilon() -> None:
 
 
 def test_equal_models_support_each_other_unless_epsilon_is_zero() -> None:
-    # All differences are -ε, or all are zero, which says nothing.
+    # All differences are -ε; or all are zero, which is no evidence.
     assert no_worse(ONES, ONES, epsilon=0.1, alpha=0.05)
     assert not no_worse(ONES, ONES, epsilon=0.0, alpha=0.05)
-    # Zeros among others are left out: four that agree are too few.
+    # Zeros are left out: the remaining four differences are too few.
     assert not no_worse(ONES, ONES - SPREAD * [0, 1, 1, 1, 1], epsilon=0.0, alpha=0.05)
 
 
@@ -69,7 +69,7 @@ def test_all_clients_of_a_cluster_have_to_agree_and_the_first_that_does_not_ends
     assert supported.tests == 2
     assert supported.find(1, [2], [bad, good], 0.0, 0.05) == []
     assert supported.tests == 3
-    # Nobody to ask, or one that has not measured: no support, and no test.
+    # No client, or a client that has not measured: no support, and no test.
     assert supported.find(1, [2], [], 0.0, 0.05) == []
     assert supported.find(1, [3], [good], 0.0, 0.05) == []
     assert supported.tests == 3
@@ -117,7 +117,7 @@ def test_partitions_are_joined_in_pairs_and_an_odd_one_waits(count: int) -> None
     sizes = sorted(len(partition.clusters) for partition in supported.partitions)
     assert sizes == [1] * (count % 2) + [2] * (count // 2)
     assert sorted(c for p in supported.partitions for c in p.clusters) == list(range(count))
-    # Those that were joined are to be compared; the odd one is not.
+    # Joined pairs still have to be compared; the odd cluster has no partner.
     assert all(p.settled == (len(p.clusters) == 1) for p in supported.partitions)
     (pair, *_) = (p.clusters for p in supported.partitions) if count > 1 else ([0],)
     assert supported.compared_with(pair[0]) == pair[1:]

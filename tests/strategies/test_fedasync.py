@@ -1,4 +1,4 @@
-"""FedAsync: the paper's choices beside those of CASA's baselines."""
+"""FedAsync: the paper's choices, and those of CASA's baselines."""
 
 from __future__ import annotations
 

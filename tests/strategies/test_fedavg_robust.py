@@ -1,4 +1,4 @@
-"""Flower's robust strategies under the loop: outliers, and reports."""
+"""Flower's robust strategies in Raceme's loop: outliers, and reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TARGETS = [np.full(8, value) for value in (*HONEST, 20.0)]
 
 
 def round_of(strategy: Method) -> tuple[float, dict[str, float]]:
-    """Return the model's weights after one round, all alike, and the share of each client."""
+    """Return the model's (equal) weights after one round, and the share of each client."""
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(TARGETS, step=1.0), devices(*[1.0] * len(TARGETS)))
     strategy.check(len(TARGETS))
@@ -48,7 +48,7 @@ def test_the_median_of_each_weight() -> None:
 
 
 def test_the_mean_without_the_extremes() -> None:
-    # A fifth of six is one, cut off at each end.
+    # A fifth of six clients is one, cut off at each end.
     value, shares = round_of(FedTrimmedAvg())
     assert value == pytest.approx((2.3 + 2.4 + 2.5 + 3.0) / 4)
     assert shares == pytest.approx(dict.fromkeys(shares, 1 / 6))
@@ -57,7 +57,7 @@ def test_the_mean_without_the_extremes() -> None:
 
 def test_krum_takes_the_update_nearest_to_others_and_reports_which() -> None:
     value, shares = round_of(Krum(KrumParameters(num_malicious_nodes=1)))
-    # Squared distances of one weight to the three nearest: 0.09 + 0.01 + 0.04, the least of all.
+    # Squared distances to the three nearest: 0.09 + 0.01 + 0.04, the least of all.
     assert value == pytest.approx(2.3)
     assert {client for client, share in shares.items() if share} == {"c1"}
     assert shares["c1"] == 1.0

@@ -31,7 +31,7 @@ def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
     step(made, "c0", 1, 0.5)
     step(made, "c1", 1, 0.1)
     assert made.models[0].vector.tolist() == pytest.approx([1, 0.3])
-    # From a variance of 1 to 0.2: added to 0.3 that would be below 0.
+    # From a variance of 1 to 0.2: the difference added to 0.3 would be below 0.
     made.applied([late])
     step(made, "c0", 2, 0.4)
     assert made.models[0].vector.tolist() == pytest.approx([1 + (2**-0.5 + 1) / 2, 0.3])

@@ -1,4 +1,4 @@
-"""ACE and ACED: the mean of the latest gradients by hand, and the limit of their age."""
+"""ACE and ACED: the mean of the latest gradients by hand, and the bound on their age."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from raceme.strategies import ACE, ACED, ACEDParameters, ACEParameters
 def test_the_start_and_two_arrivals_by_hand() -> None:
     made = with_clients(ACE(), 3)
     applied = round_of(made, (3, 0), (0, 3), (3, 3))
-    # One step along the mean, of the size of three arrivals: a round of federated averaging.
+    # One step along the mean, scaled to three arrivals, like a round of federated averaging.
     assert made.models[0].vector.tolist() == [2, 2]
     assert [what.weight for what in applied] == pytest.approx([1 / 3] * 3)
     assert [what.staleness for what in applied] == [0, 0, 0]
@@ -49,11 +49,11 @@ def test_aced_on_both_sides_of_the_delay() -> None:
     made = with_clients(ACED(ACEDParameters(start="seen", delay=2, server_lr=3.0)), 3)
     step(made, "c0", 4, 0)
     assert made.models[0].vector.tolist() == [4, 0]
-    # It has version 0, the model version 1, then 2: both are still in the mean.
+    # Its update has version 0, the model version 1, then 2: both gradients still count.
     step(made, "c1", 4, 2)
     assert made.models[0].vector.tolist() == [6, 1]
     step(made, "c1", 6, 3)
-    # Mean of (4, 0) and, for the former one of c1, (0, 2).
+    # Mean of (4, 0) and c1's previous gradient (0, 2).
     assert made.models[0].vector.tolist() == [8, 2]
     assert made.state.counted == {"c0": True, "c1": True}
     # At version 3 the gradient of version 0 is too old; that of c1 has version 2.
@@ -76,7 +76,7 @@ def test_aced_takes_no_step_if_all_are_too_old() -> None:
 def test_the_clock_of_aced(clock: str, counts: bool) -> None:
     made = with_clients(ACED(ACEDParameters(start="seen", delay=1, clock=clock)), 3)
     step(made, "c0", 5, 5)
-    # c0 is sent version 3 now; its gradient was trained from version 0.
+    # c0 is sent version 3 now, but its last gradient was computed from version 0.
     at_version(made, 3)
     update(made, "c0", 6, 6)
     step(made, "c1", 1, 1)
@@ -94,7 +94,7 @@ def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
     made = with_statistics(ACE(ACEParameters(start="seen", server_lr=20)), 2)
     step(made, "c0", 1, 0.5)
     step(made, "c1", 11, 0.1)
-    # Ten times the mean change of 1, twice; the mean of the variances.
+    # Ten times the mean change of 1, twice; variances are averaged.
     assert made.models[0].vector.tolist() == pytest.approx([20, 0.3])
 
 

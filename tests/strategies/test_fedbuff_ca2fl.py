@@ -15,9 +15,9 @@ def test_two_buffers_of_three_clients_by_hand() -> None:
     step(made, "c1", 0, 4)
     # h is 0 before the first buffer: v = ((2, 0) + (0, 4)) / 2.
     assert made.models[0].vector.tolist() == [1, 2]
-    # h = ((2, 0) + (0, 4) + 0) / 3, over all three clients, and not over the two that reported.
+    # h = ((2, 0) + (0, 4) + 0) / 3, over all three clients, not only the two that reported.
     assert made.state.mean.tolist() == pytest.approx([2 / 3, 4 / 3])
-    # From (1, 2): Δ = (3, 0) and, of the client that was never heard, (0, 6).
+    # From (1, 2): Δ = (3, 0) and, of the client without a cached update, (0, 6).
     step(made, "c0", 4, 2)
     step(made, "c2", 1, 8)
     # D = (3, 0) − (2, 0) + (0, 6) = (1, 6); v = h + D / 2 = (2/3 + 1/2, 4/3 + 3).
@@ -50,7 +50,7 @@ def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
     for _ in range(3):
         step(made, "c0", *(made.models[0].vector[0] + 1, 0.5))
         step(made, "c1", *(made.models[0].vector[0] + 1, 0.1))
-    # The weight has gone 1, then by h = 1 too: D = 0. Of variances there is the mean.
+    # The weight moves by 1, then by h = 1 too, as D = 0. Variances are averaged.
     assert made.models[0].vector.tolist() == pytest.approx([3, 0.3])
     assert made.state.latest["c0"].tolist() == [1, 0]
 

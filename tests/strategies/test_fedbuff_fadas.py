@@ -1,4 +1,4 @@
-"""FADAS: AMSGrad by hand, and the rate by the largest staleness."""
+"""FADAS: AMSGrad by hand, and the learning rate by the largest staleness."""
 
 import pytest
 from clustered import (

@@ -24,7 +24,7 @@ def test_three_clients_by_hand() -> None:
     # Both fresh: the plain mean.
     assert made.models[0].vector.tolist() == [3, 0]
     at_version(made, 2)
-    # Staleness 2, at right angles to the last step: 20 · (1/2 + 1/2) = 20.
+    # Staleness 2, orthogonal to the last step: 20 · (1/2 + 1/2) = 20.
     made.applied([one])
     made.close_task(one.task)
     assert made.state.weight == pytest.approx(20)
@@ -57,7 +57,7 @@ def test_the_buffer_waits_for_a_client_above_the_bound_only() -> None:
     for expected in (1, 2, 3, 3):
         step(made, "c0", *(made.models[0].vector + 1))
         assert made.models[0].version == expected
-    # It reports: the step is taken, with all that has been collected.
+    # When the slow client reports, the step is taken with all collected updates.
     made.applied([slow])
     assert made.models[0].version == 4
     assert made.state.count == 0

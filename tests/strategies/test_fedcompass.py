@@ -41,7 +41,7 @@ def test_the_message_states_steps_and_their_share_of_a_task() -> None:
     made.train_config.update({BATCH_SIZE: 10, LOCAL_EPOCHS: 2})
     made.progress.fleet.clients["c0"] = Client("c0", num_examples=50)
     made.scheduling.state.steps["c0"] = 40
-    # Ten mini-batches are an ordinary task.
+    # Ten mini-batches are the usual task.
     assert made.request_for("c0").settings == {LOCAL_STEPS: 40, TASK_SHARE: 4.0}
 
 

@@ -29,7 +29,7 @@ Losses = dict[str, dict[int, float]]
 
 
 class Bench:
-    """A method whose clients answer what a test says, on data that move when it says."""
+    """A method whose clients report given losses, with data that change when a test says so."""
 
     def __init__(self, method: Any, clients: int) -> None:
         self.method, self.step, self.number = method, 0, 0
@@ -47,12 +47,12 @@ class Bench:
         return concepts
 
     def hand_out(self) -> list[Any]:
-        """Let the method give work; return it."""
+        """Return the work that the method requests."""
         context = SelectionContext(0.0, self.method.progress.fleet, self.idle, self.method.rng)
         return list(self.method.requests(context))
 
     def open_task(self, work: Any) -> InFlight:
-        """Make the task of some work, as the loop would."""
+        """Open the task of a request, like the loop."""
         models = self.method.models
         asked = work.models or (self.method.clusters.main(work.client),)
         task = InFlight(
@@ -74,7 +74,7 @@ class Bench:
         return task
 
     def score(self, task: InFlight, losses: dict[int, float]) -> None:
-        """Answer with the same loss of each model on the data of all steps asked about."""
+        """Answer with the same losses of the models for all requested steps."""
         steps = len(self.concepts.asked[task.client])
         rows = np.array([[losses[model]] * steps for model in task.candidates], np.float32)
         numbers = {ACCURACIES: 1 - rows, LOSSES: 2 * rows}
@@ -84,7 +84,7 @@ class Bench:
         self.idle.add(task.client)
 
     def ask(self, losses: Losses) -> None:
-        """Let all measure that are asked to; who is not named has not measured."""
+        """Answer all loss requests; clients without losses fail to measure."""
         for work in self.hand_out():
             assert work.kind == SCORES
             task = self.open_task(work)
@@ -96,7 +96,7 @@ class Bench:
                 self.idle.add(task.client)
 
     def round(self, value: float = 0.0) -> list[tuple[str, int, list[int]]]:
-        """Play a round; return who trained which model on which steps, in order of sending."""
+        """Play a round; return client, model and steps of each training, in order of sending."""
         done: list[tuple[str, int, list[int]]] = []
         number = self.method.scheduling.state.number
         while work := self.hand_out():
@@ -119,7 +119,7 @@ class Bench:
 
 
 def bench(clients: int = 4, method: Any = FedDrift, **options: object) -> Bench:
-    # A bench's clients say the same of all steps: models are compared on new data only.
+    # Clients of the bench have the same loss on all steps, so models are compared on new data only.
     options = {"compare_on": "new", **options}
     kind = FedDriftEagerParameters if method is FedDriftEager else FedDriftParameters
     made = Bench(method(kind(delta=0.25, **options)), clients)
@@ -128,7 +128,7 @@ def bench(clients: int = 4, method: Any = FedDrift, **options: object) -> Bench:
 
 
 def move_on(made: Bench, losses: Losses) -> None:
-    """Let all clients have new data, which they measure, and train a round on them."""
+    """Give all clients new data, on which they measure and then train a round."""
     made.step += 1
     made.ask(losses)
     made.round()
@@ -141,21 +141,21 @@ CALM: Losses = {f"c{i}": GOOD for i in range(4)}
 def test_four_clients_of_whom_two_drift_by_hand() -> None:
     made = bench()
     assert homes(made.method) == dict.fromkeys(["c0", "c1", "c2", "c3"], 0)
-    # At step 1 nobody has measured before: nobody has drifted.
+    # At step 1 there is no earlier loss, so no client counts as drifted.
     move_on(made, {**CALM, "c0": POOR})
     assert set(homes(made.method).values()) == {0}
     assert made.concepts.least == {"c0": 0.5, "c1": 0.125, "c2": 0.125, "c3": 0.125}
-    # c0 gets better; c1 grows by just δ = 0.25; c2 and c3 by more.
+    # c0 improves; c1's loss grows by exactly δ = 0.25; those of c2 and c3 by more.
     move_on(made, {"c0": GOOD, "c1": {0: 0.375}, "c2": {0: 0.5}, "c3": {0: 0.5}})
     assert homes(made.method) == {"c0": 0, "c1": 0, "c2": 1, "c3": 2}
-    # c1 would be better off with c2's model, which was isolated for one step: it is open now.
-    # c2 and c3 have founded models that are alike: L(1, 1) = 0.1, L(1, 2) = 0.2, L(2, 1) = 0.2.
+    # c1 is better off with c2's model, which was isolated for one step and is now available. The
+    # models of c2 and c3 are alike: L(1, 1) = 0.1, L(1, 2) = 0.2, L(2, 1) = 0.2.
     old = {0: 0.5, 1: 0.1, 2: 0.2}
     losses = {"c0": {0: 0.1, 1: 0.5, 2: 0.5}, "c1": old, "c2": old, "c3": {0: 0.5, 1: 0.2, 2: 0.1}}
     move_on(made, losses)
     assert homes(made.method) == {"c0": 0, "c1": 3, "c2": 3, "c3": 3}
     assert list(made.method.models) == [0, 3]
-    # The merged model has the data of all that were assigned to either.
+    # The merged model has the data of all steps that were assigned to either model.
     assert made.concepts.assigned == {
         "c0": {0: 0, 1: 0, 2: 0, 3: 0},
         "c1": {0: 0, 1: 0, 2: 0, 3: 3},
@@ -179,7 +179,8 @@ def test_a_new_model_is_a_copy_of_the_best_one_and_a_merged_one_a_mean_of_pairs(
     near = {0: 0.125, 1: 0.25}
     made.ask({"c0": near, "c1": near, "c2": near, "c3": {0: 0.25, 1: 0.125}})
     made.hand_out()
-    # Model 0 has four clients' steps 0 to 2 but for c3's, and three of step 3: 14; model 1 has 2.
+    # Model 0 has all four clients' steps 0 to 2 except c3's, and three of step 3: 14; model 1 has
+    # 2.
     (merged,) = made.method.models.values()
     assert merged.vector.tolist() == pytest.approx([4.0 * 2 / 16] * 2)
 
@@ -218,7 +219,7 @@ def test_a_client_trains_every_model_that_has_data_of_it() -> None:
         ("c1", 1, [2]),
         ("c1", 0, [0, 1]),
     ]
-    # Again in the next round, and each model is the mean of those that have trained it.
+    # The next round repeats this; each model is the mean over the clients that trained it.
     assert len(made.round()) == 3
 
 
@@ -239,7 +240,7 @@ def test_eager_founds_one_model_for_all_that_drift_together() -> None:
     move_on(made, CALM)
     move_on(made, {**CALM, "c2": POOR, "c3": POOR})
     assert homes(made.method) == {"c0": 0, "c1": 0, "c2": 1, "c3": 1}
-    # Nothing is merged, however alike, and nothing isolated.
+    # No models are merged, even if they are alike, and none is isolated.
     same = {0: 0.1, 1: 0.1}
     move_on(made, {**dict.fromkeys(CALM, same), "c0": {0: 0.2, 1: 0.1}})
     assert homes(made.method) == {"c0": 1, "c1": 0, "c2": 0, "c3": 0}
@@ -250,12 +251,12 @@ def test_with_as_many_models_as_may_be_the_least_recently_used_gives_way() -> No
     made = bench(method=FedDriftEager, max_models=2)
     move_on(made, CALM)
     move_on(made, {**CALM, "c3": POOR})
-    # c3 goes back; c2 drifts: model 1 is unused, and forgotten.
+    # c3 returns to model 0 and c2 drifts: model 1 is unused, and deleted.
     back = {0: 0.1, 1: 0.9}
     move_on(made, {**dict.fromkeys(CALM, back), "c2": {0: 0.6, 1: 0.6}})
     assert list(made.method.models) == [0, 2]
     assert made.concepts.by_model("c3", now=3) == {0: [0, 1, 3]}
-    # Both are in use: c0, which drifts, stays with its best one.
+    # Both models are in use: c0, which drifts, keeps its best one.
     used = {0: 0.1, 2: 0.2}
     move_on(made, {**dict.fromkeys(CALM, used), "c2": {0: 0.9, 2: 0.1}, "c0": {0: 0.8, 2: 0.9}})
     assert homes(made.method) == {"c0": 0, "c1": 0, "c2": 2, "c3": 0}
@@ -264,7 +265,7 @@ def test_with_as_many_models_as_may_be_the_least_recently_used_gives_way() -> No
 def test_each_client_may_begin_with_a_model_of_its_own() -> None:
     made = bench(start="per-client")
     assert homes(made.method) == {"c0": 0, "c1": 1, "c2": 2, "c3": 3}
-    # One concept, which c3 does not share: c0's to c2's models merge at the next step.
+    # One concept, which c3 does not share: the models of c0, c1 and c2 merge at the next step.
     alike = {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.9}
     losses = {f"c{own}": {**alike, own: 0.1} for own in range(3)}
     move_on(made, {**losses, "c3": {0: 0.9, 1: 0.9, 2: 0.9, 3: 0.1}})
@@ -275,7 +276,7 @@ def test_each_client_may_begin_with_a_model_of_its_own() -> None:
 
 def test_models_of_data_that_stay_are_compared_after_some_rounds() -> None:
     made = bench(start="per-client", ask_every=2)
-    # The bench has played a round; before the third one all measure, and three models are alike.
+    # After two rounds all clients measure before the third one, and three models are alike.
     made.round()
     alike = {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.9}
     losses = {f"c{own}": {**alike, own: 0.1} for own in range(3)}
@@ -283,7 +284,7 @@ def test_models_of_data_that_stay_are_compared_after_some_rounds() -> None:
     assert len(made.round()) == 4
     assert homes(made.method) == {"c0": 4, "c1": 4, "c2": 4, "c3": 3}
     assert {one.kind for one in made.hand_out()} != {SCORES}
-    # Without the option nobody is asked again.
+    # Without the option no client is queried again.
     still = bench(start="per-client")
     still.round()
     assert {one.kind for one in still.hand_out()} != {SCORES}
@@ -292,7 +293,7 @@ def test_models_of_data_that_stay_are_compared_after_some_rounds() -> None:
 def test_loss_may_be_measured_instead_of_accuracy() -> None:
     made = bench(measure="loss")
     move_on(made, CALM)
-    # The bench's losses are twice 1 − accuracy: 0.25, which grows by 0.5 > δ.
+    # The losses are twice 1 − accuracy: 0.25, which grows by 0.5 > δ.
     move_on(made, {**CALM, "c0": {0: 0.375}})
     assert made.concepts.least == {"c0": 0.75, "c1": 0.25, "c2": 0.25, "c3": 0.25}
     assert homes(made.method)["c0"] == 1
@@ -302,7 +303,7 @@ def test_a_round_does_not_wait_for_scores_that_were_lost() -> None:
     made = bench()
     move_on(made, {"c0": GOOD, "c1": GOOD, "c2": GOOD})
     assert 1 not in made.concepts.assigned["c3"]
-    # c3 was not forgotten: it is asked before the next round.
+    # c3 is still missing: it is queried before the next round.
     (work,) = made.hand_out()
     assert (work.client, work.kind) == ("c3", SCORES)
     task, scheduling = made.open_task(work), made.method.scheduling

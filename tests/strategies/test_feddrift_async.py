@@ -1,4 +1,4 @@
-"""FedDrift-Async: clients are judged one by one, and updates mixed in at once."""
+"""FedDrift-Async: clients are judged one by one, and updates are mixed in at once."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def bench(clients: int = 3, **options: object) -> Bench:
 
 
 def begin(made: Bench, client: str) -> InFlight:
-    """Give a client its next work."""
+    """Give a client its next task."""
     return made.open_task(made.method.request_for(client))
 
 
 def train(made: Bench, client: str, value: float = 0.0, task: InFlight | None = None) -> Any:
-    """Let a client train; return what became of its update."""
+    """Let a client train; return the outcome of its update."""
     task = task or begin(made, client)
     assert task.kind == "train"
     applied = made.method.applied([Update(task, np.full(2, value, np.float32), 10, 0.0)])[0]
@@ -38,7 +38,7 @@ def train(made: Bench, client: str, value: float = 0.0, task: InFlight | None = 
 
 
 def measure(made: Bench, client: str, losses: dict[int, float]) -> None:
-    """Let a client that is asked for scores answer."""
+    """Let a client answer a request for scores."""
     task = begin(made, client)
     assert task.kind == SCORES
     made.score(task, losses)
@@ -54,7 +54,7 @@ def test_a_client_with_new_data_measures_before_it_trains_and_is_judged_by_itsel
     made.step = 2
     measure(made, "c0", {0: 0.5})
     assert homes(made.method) == {"c0": 1, "c1": 0, "c2": 0}
-    # It trains its new model on the new data, and in turn the old one on the old.
+    # It trains its new model on the new data, alternating with the old model on the old data.
     train(made, "c0")
     turns = []
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_an_update_is_mixed_into_its_model_at_once() -> None:
 
 
 def drifted(**options: object) -> Bench:
-    """c1 and c2 have drifted, one after the other, and founded models 1 and 2."""
+    """c1 and c2 have drifted one after the other, and founded models 1 and 2."""
     made = bench(**options)
     for client in ("c0", "c1", "c2"):
         train(made, client)
@@ -91,11 +91,11 @@ def drifted(**options: object) -> Bench:
 
 def test_a_new_model_is_isolated_until_its_client_has_measured_again() -> None:
     made = drifted(ask_every=1)
-    # c2 would have taken c1's model.
+    # Without isolation c2 would have taken c1's model.
     assert homes(made.method) == {"c0": 0, "c1": 1, "c2": 2}
     train(made, "c1")
     train(made, "c2")
-    # c1's model is open from now on; c2's is not yet, and nobody has measured both.
+    # c1's model is available from now on, c2's is not yet, and no client has measured both.
     measure(made, "c1", {0: 0.5, 1: 0.1, 2: 0.2})
     assert made.method.state.concepts.isolated == {2: 1}
     assert list(made.method.models) == [0, 1, 2]
@@ -139,7 +139,7 @@ def test_without_steps_clients_measure_every_few_updates() -> None:
         train(made, "c0")
         train(made, "c0")
         measure(made, "c0", {0: loss})
-    # Each is compared with the one before: 0.2 − 0.1 is no drift, 0.5 − 0.2 is.
+    # Each loss is compared with the previous one: 0.2 − 0.1 is no drift, 0.5 − 0.2 is.
     assert homes(made.method)["c0"] == 1
     assert made.concepts.assigned["c0"] == {0: 1}
 

@@ -1,4 +1,4 @@
-"""Concepts: detection, distances, merging and what belongs to whom, by hand."""
+"""Concepts: detection, distances, merging and assignments, by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_unmeasured_distance_is_infinite() -> None:
 
 
 def test_complete_linkage_looks_at_the_farthest_members() -> None:
-    # 0, 1 and 2 in a row, 3 beside 2: 0 and 1 merge first, then 2 and 3; {0, 1} and {2, 3} are
+    # 0, 1 and 2 are in a row, 3 is near 2: 0 and 1 merge first, then 2 and 3; {0, 1} and {2, 3} are
     # 5 apart, although 1 and 2 are 2 apart.
     distances = np.array(
         [[0, 1.0, 3.0, 5.0], [1.0, 0, 2.0, 4.0], [3.0, 2.0, 0, 1.5], [5.0, 4.0, 1.5, 0]]
@@ -47,7 +47,7 @@ def test_complete_linkage_looks_at_the_farthest_members() -> None:
     assert complete_linkage(distances, 3.5) == [[0, 1], [2, 3]]
     assert complete_linkage(distances, 5.0) == [[0, 1], [2, 3]]
     assert complete_linkage(distances, 5.1) == [[0, 1, 2, 3]]
-    # On the bound is not below it.
+    # A distance equal to the bound is not below it.
     assert complete_linkage(distances, 1.5) == [[0, 1]]
     assert complete_linkage(distances, 1.0) == []
     assert complete_linkage(np.zeros((0, 0)), 1.0) == []
@@ -55,7 +55,7 @@ def test_complete_linkage_looks_at_the_farthest_members() -> None:
 
 
 def filled() -> ConceptAssignments:
-    """c0 has gone from model 0 to model 1 and back, c1 is at model 1."""
+    """c0 has gone from model 0 to model 1 and back, c1 has only had model 1."""
     concepts = ConceptAssignments()
     for client, steps in {"c0": [0, 0, 1, 0], "c1": [1, 1]}.items():
         for step, model in enumerate(steps):
@@ -88,7 +88,7 @@ def test_what_was_merged_keeps_its_data() -> None:
     assert concepts.by_model("c0", now=3) == {2: [0, 1, 2, 3]}
     concepts.unite([2, 5], 6)
     assert (concepts.heir(0), concepts.heir(6), concepts.heir(7)) == (6, 6, 7)
-    # Measured before the merges: the least of the losses of those that were merged.
+    # Losses measured before the merges: the merged model gets the least one of its sources.
     concepts.take("c0", {3: {0: 0.5, 1: 0.25, 9: 0.1}}, there=[6])
     assert concepts.losses == {"c0": {3: {6: 0.25}}}
 
@@ -121,6 +121,6 @@ def test_no_other_client_takes_an_isolated_model() -> None:
     assert concepts.best("c0", 0, own=0) == (0, 0.5)
     concepts.age([1])
     assert concepts.best("c0", 0, own=0) == (1, 0.1)
-    # Where all are isolated, a newcomer may take any.
+    # If all models are isolated, a newcomer may take any of them.
     concepts.isolated = {0: 1, 1: 1}
     assert concepts.best("c0", 0, own=None) == (1, 0.1)

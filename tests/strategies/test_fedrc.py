@@ -41,14 +41,14 @@ def trained(client: str, model: int, examples: int, *weights: float) -> Update:
 
 
 def test_responsibilities_by_hand() -> None:
-    # Two samples, both of them twice as likely under the first model; of label 1 it has a third
-    # of what the second has, which makes the sample six times as likely to be its own.
+    # Two samples, each twice as likely under the first model. Its frequency of label 1 is a third
+    # of the second's, so that the second sample is six times as likely to be its own.
     losses = np.log(np.array([[1.0, 1.0], [2.0, 2.0]]))
     table = np.array([[0.5, 0.1], [0.5, 0.3]])
     shares = responsibilities(losses, np.array([0, 1]), np.array([0.5, 0.5]), table)
     assert shares[:, 0] == pytest.approx([2 / 3, 1 / 3])
     assert shares[:, 1] == pytest.approx([6 / 7, 1 / 7])
-    # ω weighs them: 2 · 0.2 against 1 · 0.8.
+    # ω weights them: 2 · 0.2 and 1 · 0.8.
     shares = responsibilities(losses, np.array([0, 1]), np.array([0.2, 0.8]), table)
     assert shares[:, 0] == pytest.approx([1 / 3, 2 / 3])
 
@@ -66,7 +66,7 @@ def test_a_sample_with_an_infinite_loss_belongs_to_another_model() -> None:
 def test_the_table_and_the_mixing_of_three_clients_by_hand() -> None:
     masses = [np.array([[3.0, 1.0], [1.0, 0.0]]), np.array([[3.0, 0.0], [0.0, 0.0]])]
     assert mixing_of(masses[0]).tolist() == [0.8, 0.2]
-    # (6, 1) / 7; of the second model's class 1 there is nothing: 1e-8 over the sum.
+    # (6, 1) / 7; the second model has no samples of class 1: 1e-8 over the sum.
     table = label_table(masses)
     assert table[0].tolist() == pytest.approx([6 / 7, 1 / 7])
     assert table[1].tolist() == pytest.approx([1 / (1 + 1e-8), 1e-8 / (1 + 1e-8)])
@@ -111,7 +111,7 @@ def test_a_round_by_hand() -> None:
         trained("c1", 1, 10, 4, 4),
     ]
     applied = made.applied(updates)
-    # (10 · 1 + 30 · 5) / 40, whomever the clients belong to.
+    # (10 · 1 + 30 · 5) / 40, regardless of the clients' clusters.
     assert made.models[0].vector.tolist() == [4, 0]
     assert made.models[1].vector.tolist() == [3, 3]
     assert [what.weight for what in applied] == [0.25, 0.75, 0.5, 0.5]

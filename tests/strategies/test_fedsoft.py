@@ -1,4 +1,4 @@
-"""FedSoft: importance, client draws, a round by hand, a client's own model."""
+"""FedSoft: importance, client sampling, a round by hand, a client's own model."""
 
 import logging
 
@@ -23,9 +23,9 @@ def losses(*rows: list[float]) -> np.ndarray:
 
 def test_importance_is_the_share_of_the_samples_that_a_model_fits_best() -> None:
     told = losses([1, 1, 3, 2], [2, 2, 1, 2])
-    # The first has two of four, and of equal losses it counts: three.
+    # The first has two of four samples, and wins the tie: three.
     assert importance_of(told, 1e-4).tolist() == [0.75, 0.25]
-    # σ stands for a share of 0: 1 and 0.01, over 1.01.
+    # A share of 0 is replaced by σ: 1 and 0.01, divided by 1.01.
     assert importance_of(losses([1, 1], [2, 2]), 0.01) == pytest.approx([1 / 1.01, 0.01 / 1.01])
 
 
@@ -53,7 +53,7 @@ def test_a_round_of_those_drawn_by_hand() -> None:
     made = soft()
     made.state.drawn = {"c0": [0], "c1": [0, 1], "c2": [1]}
     applied = made.applied([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
-    # Plain means of those that each cluster has drawn.
+    # Unweighted means over the clients that each cluster has drawn.
     assert made.models[0].vector.tolist() == [2.0, 0.0]
     assert made.models[1].vector.tolist() == [4.0, 1.0]
     assert [what.weight for what in applied] == [0.5, 0.5, 0.5]
@@ -87,7 +87,7 @@ def test_clusters_draw_by_importance_and_examples() -> None:
         made._draw(clients, np.random.default_rng(seed))
         for name, clusters in made.state.drawn.items():
             counts[name] += 0 in clusters
-    # Of cluster 0's 300 draws 0.9, 0.5, 0.1 over 1.5: 180, 100, 20; five deviations.
+    # Shares of cluster 0's 300 draws are 0.9, 0.5, 0.1 over 1.5: 180, 100, 20; five deviations.
     assert abs(counts["c0"] - 180) < 43
     assert abs(counts["c2"] - 20) < 22
     assert sum(counts.values()) == 300
@@ -105,7 +105,7 @@ def test_a_cluster_draws_half_of_the_clients_and_the_papers_number_at_most(
 
 
 def after_a_round(made: FedSoft, clients: int) -> float:
-    """Return the distance of the two models after a round in which all clients differ."""
+    """Return the distance between the two models after a round in which all clients differ."""
     known = [_client(f"c{number}", 10) for number in range(clients)]
     for number, client in enumerate(known):
         made.progress.fleet.clients[client.client_id] = client
@@ -117,7 +117,7 @@ def after_a_round(made: FedSoft, clients: int) -> float:
 
 
 def test_in_a_small_fleet_clusters_draw_different_clients() -> None:
-    # The paper's number is everybody: one mean of all, twice.
+    # With the paper's number, each cluster draws all clients, so both get the same mean.
     assert after_a_round(soft(15, drawn=15), 15) == 0.0
     assert after_a_round(soft(15), 15) > 0.0
 
@@ -162,10 +162,10 @@ def test_a_client_keeps_its_own_model_and_is_pulled_to_the_received_one() -> Non
 
     zeros = np.zeros(sum(spec.sizes))
     first = train(zeros, 1, 0.0)
-    # It goes on from its own model, not from what it is sent, where nothing pulls it.
+    # Without a pull it continues from its own model, not from the received one.
     free = train(100 + zeros, 2, 0.0)
     assert np.linalg.norm(free - first) < 1.0
-    # λ pulls it there: lr λ = 0.5 halves the distance in every step.
+    # λ pulls it to the received model: lr λ = 0.5 halves the distance in every step.
     pulled = train(100 + zeros, 3, 10.0)
     assert np.abs(pulled - 100).max() < 5.0
 
@@ -192,7 +192,7 @@ def test_a_mixture_is_trained_from_the_models_that_fit() -> None:
     assert shares[1] > shares[0] > 0
     mixture = shares[0] * bad + shares[1] * good
     assert spec.unpack(reply["arrays"]) == pytest.approx(mixture, abs=1e-3)
-    # What the server says that it stated last must fit.
+    # The shares that the server repeats from the client's last report must have the right shape.
     content["shares"] = array_record({"shares": to_array(np.ones(3))})
     settings["scored"], settings["former-step"] = True, 0
     with pytest.raises(ValueError, match=r"shares must have shape \(2,\)"):
@@ -209,7 +209,7 @@ def test_a_model_that_fits_no_sample_has_the_share_of_one() -> None:
     from flwr.app import ConfigRecord, Message
 
     settings = ConfigRecord({"task": 1, "kind": "train-mixed"})
-    # Of equal models the first fits every sample.
+    # With equal models, the first one fits every sample.
     content = RecordDict({"arrays-0": start, "arrays-1": start, "config": settings})
     reply = app(Message(content, 7, "train"), node).content
     examples = int(reply["metrics"]["num-examples"])

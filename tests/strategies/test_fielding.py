@@ -1,4 +1,4 @@
-"""Fielding: nearest centres, the trigger to cluster again, and k-means by hand."""
+"""Fielding: nearest centres, the trigger for clustering again, and k-means by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def test_the_nearest_centre_by_hand() -> None:
 
 @pytest.mark.parametrize(("moved", "far"), [(0.24, False), (0.26, True)])
 def test_a_centre_that_has_moved_on_both_sides_of_the_bound(moved: float, far: bool) -> None:
-    # Centres at a distance of 2; with a reach of a quarter the bound is 0.5, half of it each way.
+    # Centres are 2 apart; with a reach of a quarter the bound is 0.5, half of it in each direction.
     then = {0: np.array([1.0, 0.0]), 1: np.array([0.0, 1.0])}
     now = {0: np.array([1.0 - moved, moved]), 1: then[1]}
     assert moved_too_far(then, now, 0.25) is far
@@ -78,7 +78,7 @@ def test_a_drifted_client_moves_alone() -> None:
     method._place()
     assert method.state.centres == centres
     assert [method.clusters.main(f"c{i}") for i in range(4)] == [first, second, second, second]
-    # The models are as they were.
+    # Moving a client does not change the models.
     assert method.models[first].vector.tolist() == [1.0, 0.0]
     # A tenth of the samples has come and a tenth gone: with 0.3 no drift.
     settled = four_clients(tolerance=0.3, reach=0.0)
@@ -92,7 +92,7 @@ def test_a_drifted_client_moves_alone() -> None:
 
 def test_all_are_clustered_again_from_the_means_of_former_models() -> None:
     method = four_clients(reach=0.1)
-    # Now c0 and c2, c1 and c3 are alike: each new cluster has one client of each former one.
+    # Now c0 and c2, and c1 and c3, are alike: each new cluster has a client of each former one.
     take_counts(method, "c1", 0, 10)
     take_counts(method, "c2", 10, 0)
     method._place()
@@ -146,7 +146,7 @@ def test_clients_are_placed_when_all_have_answered() -> None:
 
 @pytest.mark.parametrize("reacts", [True, False])
 def test_clients_follow_their_data(tmp_path: Path, reacts: bool) -> None:
-    """With a tolerance of all samples nothing is a drift, and clients stay where they were."""
+    """With a tolerance of all samples there is never a drift, and clients keep their clusters."""
     keys: dict[str, Any] = {"strategy": "fielding", "clients": 20, "max-updates": 160, "workers": 0}
     keys |= {"drift": "swap-all", "swap-chance": 1.0, "drift-at": "80 updates"}
     keys |= {} if reacts else {"fielding.tolerance": 2.0, "fielding.reach": 9.0}

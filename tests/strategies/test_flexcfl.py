@@ -34,7 +34,7 @@ from raceme.strategies.flexcfl import mix_groups
 def test_a_share_of_the_other_groups_by_hand() -> None:
     models = [Model(np.array(values, np.float32)) for values in ((3, 4), (0, 2), (0, 0))]
     mix_groups(models, eta_g=0.5)
-    # Lengths 5, 2 and, of a model of zeros, as if 1; unit vectors (0.6, 0.8), (0, 1) and (0, 0).
+    # Lengths 5, 2 and, for a model of zeros, 1; unit vectors (0.6, 0.8), (0, 1) and (0, 0).
     # (3, 4) + 0.5 · (0, 1) over 1 + 0.5 (1/2 + 1) = 1.75; (0, 2) + 0.5 · (0.6, 0.8) over
     # 1 + 0.5 (1/5 + 1) = 1.6; 0.5 · (0.6, 1.8) over 1 + 0.5 (1/5 + 1/2) = 1.35.
     assert models[0].vector.tolist() == pytest.approx([3.0 / 1.75, 4.5 / 1.75])
@@ -78,13 +78,13 @@ def test_cold_starts_by_hand(measure: str) -> None:
     round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
     assert homes(strategy) == {"c0": 1, "c1": 2, "c2": 1, "c3": 2, "c4": None, "c5": None}
     assert strategy.models[1].vector.tolist() == pytest.approx([3.0, 0.05])
-    # Client cold start: c4's update has a cosine of 0.995 with the first direction. What it
-    # trained is no part of the mean: (5 + 7) / 2.
+    # Client cold start: c4's update has a cosine of 0.995 with the first direction. It does not
+    # count in the mean: (5 + 7) / 2.
     applied = round_of(strategy, (5, 0), (0, 5), (7, 0), (0, 5), (1, 0.1))
     assert strategy.clusters.main("c4") == 1
     assert [a.weight for a in applied] == [0.5, 0.5, 0.5, 0.5, 0.0]
     assert strategy.models[1].vector.tolist() == [6.0, 0.0]
-    # From then on it trains with its group; a newcomer is cold.
+    # From then on c4 trains with its group; newcomer c5 starts cold.
     applied = round_of(strategy, (5, 0), (0, 5), (7, 0), (0, 5), (6, 0), (-1, 2))
     assert [a.weight for a in applied] == pytest.approx([1 / 3, 0.5, 1 / 3, 0.5, 1 / 3, 0.0])
     assert strategy.clusters.main("c5") == 2
@@ -111,7 +111,7 @@ def test_clients_are_grouped_and_placed_by_their_change_of_w0() -> None:
 def test_directions_of_groups_stay_those_of_the_group_cold_start() -> None:
     strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, detect="none")), 5)
     round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
-    # Each group moves to where the other one began.
+    # The groups exchange their starting points.
     round_of(strategy, (0, 9), (9, 0), (0, 9), (9, 0))
     assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[0.0, 9.0], [9.0, 0.0]]
     # Eq (8) compares (5, 0) with (3, 0.05) and (0.05, 2), the mean changes of w0.
@@ -199,7 +199,7 @@ def test_a_client_whose_label_counts_have_changed_is_placed_anew() -> None:
     strategy.on_answer(counts_of(strategy, "c0", [2, 8]))
     assert strategy.state.cold == {"c0": True}
     assert strategy.request_for("c0").arrays["arrays"].count_bytes() > 0
-    # It stays with its group until it has trained w0, and then goes to the other one.
+    # It stays in its group until it has trained w0, and then moves to the other one.
     assert homes(strategy)["c0"] == 1
     round_of(strategy, (0, 9))
     assert homes(strategy)["c0"] == 2
@@ -247,7 +247,7 @@ def test_a_client_that_finds_its_group_itself() -> None:
     strategy.on_answer(chosen(strategy, "c4", 1))
     assert homes(strategy)["c4"] == 2
     assert "c4" not in strategy.state.cold
-    # When its data change, it has them already.
+    # When its data change, the client still holds the directions.
     strategy.state.cold["c4"] = True
     assert strategy.request_for("c4").is_held
 
@@ -265,8 +265,8 @@ def test_both_ways_to_place_clients_make_the_same_groups_and_models() -> None:
     server, client = run("server"), run("client")
     for key in ("accuracy", "cluster_sizes"):
         assert server[key] == client[key]
-    # Eight clients find their group; their updates stay with them, and w0 and two directions go
-    # down once to each.
+    # Eight clients find their group; their updates are not uploaded, and w0 and two directions are
+    # sent down once to each.
     placed = client["bytes_by_phase"]["nearest-direction"]
     assert (placed["messages"], placed["up"]) == (8, 0)
     assert server["updates"] - client["updates"] == 8
@@ -294,7 +294,7 @@ def test_label_counts_that_cannot_be_are_refused(
 
 def test_clients_without_label_counts_are_queried_three_times_and_delay_no_other() -> None:
     strategy = FlexCFL(FlexCFLParameters(groups=3))
-    # Their app knows no such work: it answers, but has no counts.
+    # The app does not support this query: it answers without counts.
     seen = run_on(strategy, three_groups(), 120)
     refused = [e for e in seen if isinstance(e, events.UpdateRejected)]
     assert len(refused) == 3 * 12
@@ -323,7 +323,7 @@ def test_a_group_that_is_left_empty_keeps_its_model() -> None:
 def test_an_update_that_goes_where_another_group_goes_makes_its_client_cold() -> None:
     strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, detect="direction")), 4)
     round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
-    # Group 1 is at (3, 0.05): c0 goes on along its direction, c2 turns to the other's.
+    # Group 1 is at (3, 0.05): c0 continues in its direction, c2 turns to the other's.
     one, two = update(strategy, "c0", 4, 0.1), update(strategy, "c2", 3, 4)
     strategy.applied([one, two])
     assert strategy.state.cold == {"c2": True}
@@ -333,7 +333,7 @@ def test_random_groups_for_rac() -> None:
     parameters = FlexCFLParameters(groups=2, newcomers="random", detect="none", pretrain=2)
     strategy = FlexCFL(parameters)
     seen = run_on(strategy, three_groups(), 60)
-    # Four have found the groups; the others were dealt out, and trained w0 for nothing never.
+    # Four clients form the groups; the others are assigned at random, without training w0.
     applied = [e for e in seen if isinstance(e, events.UpdateApplied)]
     assert [e.weight for e in applied].count(0.0) == 0
     assert all(home is not None for home in homes(strategy).values())
@@ -356,7 +356,7 @@ def test_a_group_starts_from_the_plain_mean_and_continues_with_a_weighted_one() 
             ]
         )
 
-    # Algorithm 3: (2 + 4) / 2, however many examples c0 has.
+    # Algorithm 3: (2 + 4) / 2, regardless of the numbers of examples.
     round_with_many_examples_at_c0((2, 0), (0, 1), (4, 0), (0, 3))
     assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[3.0, 0.0], [0.0, 2.0]]
     # Algorithm 2: (30 · 2 + 10 · 4) / 40.
@@ -386,7 +386,7 @@ def test_a_cold_client_trains_with_its_group_in_the_round_in_which_it_is_placed(
     strategy = FedGroup(FedGroupParameters(groups=3, pretrain=2))
     seen = run_on(strategy, three_groups(), 6 + 6 + 12)
     applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
-    # Six make the groups; in the next round the six others train w0, and then all twelve train.
+    # Six form the groups; in the next round the six others train w0, and then all twelve train.
     assert [event.weight > 0 for event in applied] == [True] * 6 + [False] * 6 + [True] * 12
     assert len({event.client for event in applied[12:]}) == 12
 

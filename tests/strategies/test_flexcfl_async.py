@@ -1,4 +1,4 @@
-"""FlexCFL-Async: cold start, mixing and migration on every single update."""
+"""FlexCFL-Async: cold start, mixing and migration at every single update."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_label_counts_are_asked_for_before_each_training() -> None:
     step(strategy, "c0", 5, 0)
     assert strategy.request_for("c0").kind == LABEL_COUNTS
     say(0, 10)
-    # Its data have changed: it trains w0, and belongs to the other group then.
+    # Its data have changed: it trains w0, and then belongs to the other group.
     assert strategy.request_for("c0").arrays
     step(strategy, "c0", 0, 7)
     assert homes(strategy)["c0"] == 2
@@ -88,7 +88,7 @@ def test_a_client_with_labels_of_one_group_alone_moves_there_at_once() -> None:
     say("c0", 0, 10, 0)
     assert homes(strategy)["c0"] == 2
     assert strategy.request_for("c0").arrays == {}
-    # Nobody has half of such labels: it trains w0.
+    # No client shares half of its labels: it trains w0.
     say("c1", 4, 0, 6)
     assert strategy.request_for("c1").arrays
 
@@ -114,7 +114,7 @@ def test_the_groups_are_found_on_virtual_time() -> None:
     seen = run_on(strategy, three_groups())
     assert found(strategy) == [4, 4, 4]
     assert last_accuracy(seen) > 0.9
-    # Nobody waits: the fast clients have brought five times as many updates as the slow ones.
+    # No client waits: the fast clients have sent five times as many updates as the slow ones.
     updates = [event.client for event in seen if isinstance(event, events.UpdateApplied)]
     assert updates.count("c1") > 3 * updates.count("c0")
 

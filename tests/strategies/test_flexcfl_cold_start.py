@@ -62,7 +62,7 @@ def test_edc_and_madc_of_three_clients_by_hand() -> None:
     # In the plane cosines to two main directions are coordinates: 0 and 1 are the nearest pair
     # (0.632), 0 and 2 the farthest (1.414).
     assert group_by_edc(deltas, 2, seed=0).tolist() in ([0, 0, 1], [0, 1, 1])
-    # MADC joins 0 and 2, which are equally far from 1, as its formula says.
+    # MADC joins 0 and 2, which have equal cosines to 1, as its formula implies.
     rng = np.random.default_rng(0)
     assert find_groups(deltas, 2, "madc", rng).tolist() == [0, 1, 0]
     assert find_groups(deltas, 3, "random-clients", rng).tolist() == [0, 1, 2]
@@ -91,7 +91,7 @@ def test_a_fifth_of_the_data_on_both_sides() -> None:
     # A replaced sample counts twice: a tenth of the 100 is (10 + 10) / 4 = 5, 11 are beyond it.
     assert not has_shifted([40, 30, 20, 10], then, 100)
     assert has_shifted([39, 30, 20, 11], then, 100)
-    # Two labels of equal size exchanged, which the authors' sorting would not see.
+    # Two labels of equal size are exchanged, which the authors' sorting would not detect.
     assert has_shifted([0, 50], [50, 0], 50)
 
 
@@ -106,7 +106,7 @@ def test_a_client_is_cold_until_it_is_settled_with_what_it_has_now() -> None:
     assert start.cold == {}
     start.count("a", [10, 0], 10, 0.2)
     assert start.cold == {"a": True}
-    # One that is placed for the first time is placed with what it has said last.
+    # A client that is placed for the first time is placed by its latest counts.
     start.cold["b"] = True
     start.count("b", [5, 5], 10, 0.2)
     start.settle("b")
@@ -125,16 +125,16 @@ def test_the_first_label_counts_do_not_decide_their_number() -> None:
     assert start.usual_labels("liar", 3) == 3
     start.count("liar", [9, 0, 1], 10, 0.2)
     start.settle("liar")
-    # One against one decides nothing; from two on the others do.
+    # A single other client decides nothing; from two on the majority does.
     assert start.usual_labels("a", 2) == 2
     start.count("a", [10, 0], 10, 0.2)
     assert start.usual_labels("liar", 3) == 3
     assert start.usual_labels("b", 2) == 2
     start.count("b", [10, 0], 10, 0.2)
     assert start.usual_labels("liar", 3) == 2
-    # Who agrees with the first is taken in: it harms itself alone.
+    # A client that agrees with the first one is deceived, but harms only itself.
     assert start.usual_labels("c", 3) == 3
-    # Counts of another length are nobody's labels, and new ones of the usual length a change.
+    # Counts of an unusual length are ignored, and new ones of the usual length are a change.
     start.settle("a")
     assert start.group_by_labels("b", {"liar": 1}) is None
     assert start.group_by_labels("b", {"liar": 1, "a": 2}) == 2
@@ -154,7 +154,7 @@ def test_a_group_by_labels_is_the_only_one_that_has_them() -> None:
     start.counts["new"] = [0, 0, 3]
     assert start.group_by_labels("new", homes) is None
     assert start.group_by_labels("new", {"a": 1, "c": 2}) == 2
-    # Nobody has the label; a client is not compared with itself.
+    # No client has the label; a client is not compared with itself.
     start.counts["new"] = [0, 3, 0]
     assert start.group_by_labels("new", homes) is None
     assert start.group_by_labels("a", {"a": 1}) is None

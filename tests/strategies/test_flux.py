@@ -1,4 +1,4 @@
-"""FLUX: the end of the warm-up, scaling, elbow and density groups by hand, newcomers."""
+"""FLUX: end of the warm-up, scaling, elbow and density groups by hand, newcomers."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def answer(client: str, kind: str, numbers: Any = None, **metrics: float) -> Ans
 
 
 def described(client: str, *means: float) -> Answer:
-    """Descriptors of one dimension and one class: means of all and of the class, no deviation."""
+    """Descriptors of one dimension and one class: overall and class means, deviation 0."""
     values = np.zeros((2, 2, 1), np.float32)
     values[:, 0, 0] = means
     return answer(client, DESCRIPTORS, {DESCRIPTORS: values})
@@ -71,7 +71,7 @@ def test_a_fixed_warm_up_asks_for_no_scores() -> None:
 def test_blocks_are_scaled_one_by_one() -> None:
     two = np.array([[[[0.0, 4.0], [1.0, 1.0]]], [[[8.0, 2.0], [1.0, 1.0]]]])
     low, high = two.min(axis=(0, 3)), two.max(axis=(0, 3))
-    # Means from 0 to 8; deviations that are all alike are 0.
+    # Means from 0 to 8; equal deviations become 0.
     assert scaled(two, low, high).tolist() == [
         [[[0.0, 0.5], [0.0, 0.0]]],
         [[[1.0, 0.25], [0.0, 0.0]]],
@@ -88,14 +88,14 @@ def test_density_groups_on_both_sides_of_epsilon() -> None:
     # Nearest neighbours at 1, 1, 2, 2, 30: the line passes 1, 8.25, 15.5, 22.75, 30; ε = 2.
     points = np.array([[0.0], [1.0], [10.0], [12.0], [42.0]])
     assert density_groups(points, 1.0).tolist() == [0, 0, 1, 1, 2]
-    # Just below, the pair at 2 is noise, and each of it alone.
+    # Just below that, the pair at 2 is noise, and each of its clients a group of its own.
     assert density_groups(points, 0.99).tolist() == [0, 0, 1, 2, 3]
     assert density_groups(points[:1], 1.0).tolist() == [0]
     assert density_groups(np.zeros((3, 2)), 1.0).tolist() == [0, 0, 0]
 
 
 def ready(clients: int) -> FLUX:
-    """A strategy whose model is ripe, and whose clients have stated their largest feature."""
+    """A strategy after its warm-up, whose clients have reported their largest feature."""
     made: FLUX = with_clients(FLUX(FLUXParameters(dimensions=1)), clients)
     made.state.common = made.models[0].vector.copy()
     made._begin("range")
@@ -114,7 +114,7 @@ def test_groups_and_a_newcomer_without_labels_by_hand() -> None:
     of = homes(made)
     assert of["c0"] == of["c1"] != of["c2"] == of["c3"]
     assert made.state.phase == "newcomers"
-    # Scaled by 10: centroids at 0.05 and 0.95. What a newcomer says of classes is not looked at.
+    # Scaled by 10: centroids at 0.05 and 0.95. A newcomer's class statistics are ignored.
     assert made.state.centroids[of["c0"]].tolist() == pytest.approx([0.05, 0])
     made.on_join(Client("c4", num_examples=10))
     assert made._should_answer("c4")
@@ -154,7 +154,7 @@ def test_what_was_not_asked_for_is_refused(bad: Answer) -> None:
 
 
 def test_the_groups_of_a_grid_are_found() -> None:
-    # At the elbow itself most of the clients of these tight groups are noise.
+    # At the elbow itself, most clients of these tight groups would be noise.
     made = FLUX(FLUXParameters(reach=3.0))
     run_on(made, three_groups(), 72)
     assert found(made) == [4, 4, 4]

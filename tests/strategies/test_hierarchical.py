@@ -28,7 +28,7 @@ def test_the_groups_are_found_and_served_by_parent_and_cluster() -> None:
     weights = {tuple(strategy.clusters.of(client).values()) for client in strategy.clusters.members}
     assert weights == {(0.7, 0.3)}
     changes = [event.change for event in seen if isinstance(event, events.ClustersChanged)]
-    # Everybody joins the parent, three clusters are founded, and everybody moves once.
+    # All clients join the parent, three clusters are founded, and all clients move once.
     assert [changes.count(change) for change in events.ClusterChange] == [12, 12, 0, 0, 3, 0]
     last = [event for event in seen if isinstance(event, events.Evaluated)][-1]
     assert last.accuracy > 0.4

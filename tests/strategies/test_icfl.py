@@ -35,7 +35,7 @@ def test_t_is_a_round_or_a_hundredth_of_an_update() -> None:
     updates = with_clients(ICFLAsync(ICFLAsyncParameters(rounds=500)), 2)
     updates.progress.updates = 24_999
     assert updates.threshold() == pytest.approx(0.979700, abs=1e-6)
-    # Without T it is the run's own length: 1,000 updates of 2 clients are 500 rounds.
+    # Without T, the run's length is used: 1,000 updates of 2 clients are 500 rounds.
     own = with_clients(ICFL(), 2)
     own.planned_updates, own.scheduling.state.number = 1000, 250
     assert own.threshold() == pytest.approx(0.979700, abs=1e-6)
@@ -46,7 +46,7 @@ def test_t_counts_the_participants_of_a_round() -> None:
     strategy = with_clients(ICFL(ICFLParameters(fraction=0.25)), 10)
     strategy.planned_updates, strategy.scheduling.state.number = 1000, 500
     assert strategy.threshold() == pytest.approx(0.997253, abs=1e-6)
-    # And 0.29 of 100 are 29.
+    # 0.29 of 100 clients are 29.
     strategy = with_clients(ICFL(ICFLParameters(fraction=0.29)), 100)
     strategy.planned_updates, strategy.scheduling.state.number = 2900, 100
     assert strategy.threshold() == pytest.approx(0.997253, abs=1e-6)
@@ -101,7 +101,7 @@ def test_two_clients_are_distinguished_and_one_is_never_divided() -> None:
 
 
 def divided_in_two(**parameters: float | bool) -> ICFL:
-    """c0 and c1 pull along the first axis, c2 and c3 along the second."""
+    """c0 and c1 move along the first axis, c2 and c3 along the second."""
     options = ICFLParameters(alpha_start=0.5, epsilon=0.0, **parameters)  # type: ignore[arg-type]
     strategy = with_clients(ICFL(options), 4)
     round_of(strategy, (1, 0), (1, 0.1), (0, 1), (0.1, 1))
@@ -113,7 +113,7 @@ def test_a_newcomer_joins_the_most_similar_cluster_or_founds_one() -> None:
     strategy = divided_in_two()
     strategy.on_join(Client("c4", num_examples=10))
     strategy.on_join(Client("c5", num_examples=10))
-    # Both train cluster 1's (1, 0.05): c4 pulls as c2 and c3 do, c5 against everybody.
+    # Both train cluster 1's (1, 0.05): c4 moves like c2 and c3, c5 against all others.
     one, two = (strategy.models[k].vector.copy() for k in (1, 2))
     x, y = np.eye(2)
     round_of(strategy, one + x, one + x, two + y, two + y, one + y, one - x - y)
@@ -123,8 +123,8 @@ def test_a_newcomer_joins_the_most_similar_cluster_or_founds_one() -> None:
 
 
 def test_members_without_a_say_go_to_those_whom_they_are_most_similar_to() -> None:
-    # c0 and c1 pull along the first axis, c2 and c3 along the second. c3 leaves before they are
-    # divided; c4 is of the cluster but was never compared.
+    # c0 and c1 move along the first axis, c2 and c3 along the second. c3 leaves before the split;
+    # c4 is in the cluster but was never compared.
     strategy = with_clients(ICFL(ICFLParameters(rounds=1, alpha_start=-0.9, epsilon=0.0)), 5)
     round_of(strategy, (1, 0), (1, 0.1), (0, 1), (0.1, 1))
     assert set(strategy.models) == {0}
@@ -137,7 +137,7 @@ def test_members_without_a_say_go_to_those_whom_they_are_most_similar_to() -> No
     round_of(strategy, *map(tuple, strategy.models[0].vector + pulls))
     expected = {"c0": 1, "c1": 1, "c2": 2, "c3": 2, "c4": 1}
     assert homes(strategy) == expected
-    # The report lists those who are offline, too.
+    # The report also lists clients that are offline.
     (split,) = placed(seen, ClusterChange.SPLIT)
     assert split.memberships == {client: {k: 1.0} for client, k in expected.items()}
 
@@ -173,7 +173,7 @@ def test_async_by_hand() -> None:
     step(strategy, "c0", 1.0, 1.0)
     assert strategy.similarity()[1][0, 1] == pytest.approx(0.5)
     assert strategy.clusters.main("c0") != strategy.clusters.main("c1")
-    # Once more, 2/3 > 0.5: it moves there, and its own cluster is no more.
+    # Once more, 2/3 > 0.5: it moves there, and its own cluster is deleted.
     step(strategy, "c0", 1.0, 1.5)
     assert strategy.clusters.main("c0") == strategy.clusters.main("c1")
     assert len(strategy.models) == 1
@@ -198,5 +198,5 @@ def test_the_groups_are_found_and_reported(strategy: ICFL | ICFLAsync) -> None:
 
 @pytest.mark.parametrize("method", [ICFL, ICFLAsync])
 def test_it_can_be_restored(method: type[ICFL | ICFLAsync]) -> None:
-    # T is part of the question: otherwise it is the length of the run, which differs.
+    # T is set, because by default it is the length of the run, which differs.
     check_it_can_be_restored(method, method.parameters_type(rounds=10))

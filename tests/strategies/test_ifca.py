@@ -1,4 +1,4 @@
-"""IFCA: different starts, the client's choice, K models in a message, groups on a grid."""
+"""IFCA: different starts, the clients' choice, K models in a message, groups on a grid."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def chose(
 @pytest.mark.parametrize(("by_examples", "expected"), [(False, 2.0), (True, 2.5)])
 def test_a_round_by_hand(by_examples: bool, expected: float) -> None:
     strategy = with_clients(IFCA(IFCAParameters(k=3, by_examples=by_examples)), 3)
-    # Nobody has chosen yet: all are tested with the first model.
+    # No client has chosen yet, so all are tested with the first model.
     assert [strategy.clusters.main(f"c{i}") for i in range(3)] == [0, 0, 0]
     applied = strategy.applied(
         [
@@ -96,7 +96,7 @@ def test_a_client_whose_data_have_changed_chooses_anew() -> None:
     counts("c2", 20, 0)
     strategy.applied([chose("c0", 0, 1.0, 0.0), chose("c1", 1, 5.0, 5.0)])
     # τ = 0.2 / 2 · 20 = 2: two replaced samples are a mean difference of 2, three are one of 3. A
-    # client that has not chosen yet has nothing to choose anew.
+    # client without a choice has none to repeat.
     counts("c0", 18, 2)
     counts("c2", 0, 20)
     assert strategy.state.cold == {}
@@ -140,7 +140,7 @@ def test_async_by_hand() -> None:
     assert strategy.models[0].vector.tolist() == [0.0, 0.0]
 
 
-# The client.
+# The client half.
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_of_equal_models_it_trains_the_first(node: Context) -> None:
 
 
 def distinct(strategy: IFCA | IFCAAsync) -> IFCA | IFCAAsync:
-    """Start near different centres: shuffling a model of zeros gives zeros again."""
+    """Start near different centres, because shuffling a model of zeros gives zeros."""
     initialize = strategy.initialize
 
     def near(vector: np.ndarray) -> None:

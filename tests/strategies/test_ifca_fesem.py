@@ -1,4 +1,4 @@
-"""FeSEM: nearest centres, simple means, groups on a grid."""
+"""FeSEM: nearest centres, unweighted means, groups on a grid."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_the_papers_rounds_by_hand() -> None:
             if strategy.request_for(client)
         ]
 
-    # No client has trained: all have the initial model, and begin at the centre nearest to it.
+    # No client has trained: all have the initial model, and start at its nearest centre.
     assert choose() == [0, 0, 0]
     updates = [
         update(strategy, "c0", 2, 0, examples=90),
@@ -54,7 +54,7 @@ def test_the_papers_rounds_by_hand() -> None:
         update(strategy, "c2", 6, 2),
     ]
     applied = strategy.applied(updates)
-    # Simple means, however many examples c0 has; where clients end up moves none of them.
+    # The mean is unweighted by examples; the later assignment does not change the model.
     assert [one.weight for one in applied] == pytest.approx([1 / 3] * 3)
     assert strategy.models[0].vector.tolist() == [4.0, 1.0]
     assert [strategy.clusters.main(f"c{index}") for index in range(3)] == [0, 0, 0]
@@ -65,7 +65,7 @@ def test_the_papers_rounds_by_hand() -> None:
 
 def test_rounds_by_hand() -> None:
     strategy = with_clients(FeSEM(FeSEMParameters(k=2, start="k-means++")), 4)
-    # Two far apart pairs: k-means++ starts at one of each.
+    # Two distant pairs: k-means++ starts with one client of each.
     applied = round_of(strategy, (0, 0), (10, 10), (0, 1), (10, 14))
     of = homes(strategy)
     assert of["c0"] == of["c2"] != of["c1"] == of["c3"]
@@ -73,15 +73,15 @@ def test_rounds_by_hand() -> None:
     first, second = of["c0"], of["c1"]
     assert strategy.models[first].vector.tolist() == [0.0, 0.5]
     assert strategy.models[second].vector.tolist() == [10.0, 12.0]
-    # c3 has come nearer to the first centre: it belongs there now, and the mean moves.
-    # c2's examples do not make it count for more.
+    # c3 is nearer to the first centre now: it moves there, and the mean changes.
+    # The mean does not depend on c2's number of examples.
     updates = [update(strategy, "c0", 0, 0), update(strategy, "c1", 10, 10)]
     updates.append(update(strategy, "c2", 0, 1, examples=90))
     strategy.applied([*updates, update(strategy, "c3", 3, 2)])
     assert strategy.clusters.main("c3") == first
     assert strategy.models[first].vector.tolist() == [1.0, 1.0]
     assert strategy.models[second].vector.tolist() == [10.0, 10.0]
-    # A newcomer trains the larger cluster's model, and goes where it ends up.
+    # A newcomer trains the larger cluster's model, and then joins the nearest centre.
     strategy.on_join(Client("c4", num_examples=10))
     assert strategy.clusters.main("c4") == first
     round_of(strategy, (0, 0), (10, 10), (0, 1), (3, 2), (9, 9))

@@ -22,7 +22,7 @@ SIZE = 400
 
 
 class Fleet:
-    """Clients of some groups that train a method's models, at speeds of their own."""
+    """Clients of some groups that train a method's models, at different speeds."""
 
     def __init__(self, method: Method, groups: list[int], seed: int = 0) -> None:
         self.method, self.groups = method, groups
@@ -121,7 +121,7 @@ def test_above_it_the_groups_are_those_of_comparing_all() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: casa(100), panicle])
 def test_a_fleet_of_thousands_is_divided(make: type[Method]) -> None:
-    # Groups of a half, three tenths and a fifth, one after the other, not in turn.
+    # Groups of a half, three tenths and a fifth, in blocks instead of in turn.
     groups = [0] * 1000 + [1] * 600 + [2] * 400
     fleet = trained(make(), groups, 3)
     assert adjusted_rand_score(groups, fleet.labels()) > 0.95
@@ -149,7 +149,7 @@ def test_what_is_kept_of_pairs_does_not_grow_with_the_fleet() -> None:
     assert small.buffers.slots.shape == large.buffers.slots.shape
     assert large.clients != [str(client) for client in range(50)], "seats are drawn at random"
     state = trained(panicle(), [0, 1] * 400, 3).method.state
-    # And some of each of two clusters.
+    # Landmarks include some of each of two clusters.
     assert LANDMARKS <= len(state.landmarks) <= LANDMARKS + 16 < len(state.probes.clear())
     clients, likeness = state.likeness()
     assert likeness.shape == (LANDMARKS, LANDMARKS) == (len(clients), len(clients))

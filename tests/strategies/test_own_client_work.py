@@ -1,4 +1,4 @@
-"""A user's own method whose clients do a user's own kind of work, both in this file."""
+"""A user's own method with its own kind of client work, both in this file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = RunConfig(clients=6, model="mclr", max_updates=30, workers="0")
 
 
 def train_short(work: ClientWork) -> WorkResult:
-    """Train, and answer with the step shortened to the length that the message names."""
+    """Train, and shorten the update to the length that the message names."""
     answer = train_model(work, work.model)
     assert answer.model is not None
     spec = ModelSpec.of(work.model)
@@ -40,7 +40,7 @@ def train_short(work: ClientWork) -> WorkResult:
 
 
 def mean_label(work: ClientWork) -> WorkResult:
-    """State the mean label of the client's samples."""
+    """Report the mean label of the client's samples."""
     labels = work.client.train.y.numpy()
     return WorkResult(
         {NUM_EXAMPLES: len(labels)}, numbers={"mean-label": labels.mean(keepdims=True)}
@@ -48,7 +48,7 @@ def mean_label(work: ClientWork) -> WorkResult:
 
 
 def nothing(work: ClientWork) -> None:
-    """Answer with nothing, which is a mistake."""
+    """Return no reply, which is an error."""
 
 
 # The strategy.
@@ -57,7 +57,7 @@ TRAIN_SHORT, MEAN_LABEL = f"{__name__}:train_short", f"{__name__}:mean_label"
 
 
 class ShortSteps(Method):
-    """One model, on which each client takes short steps, after it has stated its mean label."""
+    """A single model on which clients take short steps, after each has reported its mean label."""
 
     needs = Needs(
         kinds=frozenset({TRAIN_SHORT, MEAN_LABEL}),

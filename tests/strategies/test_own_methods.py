@@ -19,7 +19,7 @@ from raceme.strategies import Method, Plan
 
 
 def mixtures(main: float) -> VirtualGrid:
-    """Twelve clients whose data are mostly of one group, and otherwise of the next."""
+    """Twelve clients with data mostly of one group, and otherwise of the next one."""
     shares = [main * np.eye(3)[group] + (1 - main) * np.eye(3)[(group + 1) % 3] for group in GROUPS]
     devices = [Device(seconds_per_round=5.0 if index % 4 == 0 else 1.0) for index in range(12)]
     return grid_of(pulled_app([share @ CENTRES for share in shares]), devices, GROUPS)
@@ -43,14 +43,14 @@ def test_soft_clusters_find_the_mixtures() -> None:
     for client in strategy.progress.fleet.clients.values():
         weights = strategy.clusters.of(client.client_id)
         assert sum(weights.values()) == pytest.approx(1.0)
-        # Its own group first, then the one that it has some data of.
+        # Its own group has the largest weight, then the group of its other data.
         first, second, third = (weights[(client.group + n) % 3] for n in range(3))
         assert first > second > third
     assert found(strategy) == [4, 4, 4]
-    # Everybody was asked of all clusters once, and moved by every update.
+    # All clients were queried about all clusters once, and moved by every update.
     assert len(placed(seen, ClusterChange.ASSIGN)) == 12
     assert len(placed(seen, ClusterChange.MOVE)) > 300
-    # One model travels, whatever it is mixed of.
+    # A single model is sent, whatever its mixture.
     updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
     assert {u.bytes_down for u in updates} == {MODEL.count_bytes()}
 
@@ -81,7 +81,7 @@ def test_budgeted_groups_are_found_in_the_first_window() -> None:
     assert found(strategy) == [4, 4, 4]
     assert last_accuracy(seen) > 0.9
     updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
-    # What would end after its window is given up, and each window has six clients.
+    # Work that would end after its window is cancelled, and each window has six clients.
     ends = {update.time: int(update.time // 12.0) for update in updates if update.time % 12.0}
     windows = {
         window: {u.client for u in updates if ends.get(u.time) == window}

@@ -43,7 +43,7 @@ def test_clusters_form_when_all_have_answered_two_probes() -> None:
 
 def test_a_new_cluster_begins_as_the_mean_of_its_members_by_their_examples() -> None:
     strategy = fleet(4)
-    # Two go east, one of them three times as far and with three times as many examples.
+    # Two move east, one of them three times as far and with three times as many examples.
     ways = {"c0": (EAST, 10), "c1": ((12.0, 0.6), 30), "c2": (NORTH, 10), "c3": (NORTH, 10)}
     for _ in range(2):
         for client, (way, examples) in ways.items():
@@ -58,7 +58,8 @@ def test_clients_that_are_alike_stay_together() -> None:
 
 @pytest.mark.parametrize(("shape", "clusters"), [((1, 2), 2), ((2,), 1)])
 def test_groups_of_a_quantity_may_be_near_each_other(shape: tuple[int, ...], clusters: int) -> None:
-    # Directions with a cosine of 0.8: one model with two outputs fits both, with one it does not.
+    # The directions have a cosine of 0.8: a model with two outputs fits both, one with one does
+    # not.
     strategy = fleet(6)
     strategy._spec = ModelSpec(("w",), (shape,), ("float32",))
     for _ in range(2):
@@ -87,7 +88,7 @@ def test_a_client_is_probed_twice_and_then_trains() -> None:
 
 
 def test_all_clients_are_probed_from_one_record_of_the_initial_model() -> None:
-    # A copy for each of them would be what a large fleet takes most memory for.
+    # In a large fleet a copy per client would take most of the memory.
     strategy = fleet(2)
     first, second = (strategy.request_for(client).arrays for client in ("c0", "c1"))
     assert first["arrays"] is second["arrays"]
@@ -156,7 +157,7 @@ def test_a_client_whose_updates_suddenly_grow_is_probed_and_moved() -> None:
             step(strategy, client, *(0.1 + strategy.models[strategy.clusters.main(client)].vector))
     before = strategy.models[strategy.clusters.main("c0")].vector
     applied = step(strategy, "c0", *(before + 3.0))
-    # 0.1·√2 long before, 3·√2 now: a probe is to tell why.
+    # Update lengths jump from 0.1·√2 to 3·√2, so that a probe has to find the cause.
     assert applied.weight > 0.0
     assert strategy.request_for("c0").phase == "probe"
     probe(strategy, "c0", *NORTH)
@@ -175,13 +176,13 @@ def test_a_false_alarm_leaves_a_client_where_it_is() -> None:
 
 def test_an_update_is_sudden_if_it_is_the_longest_yet() -> None:
     strategy = fleet(2)
-    # Twice the usual length at the end, but no longer than at first; and longer than that.
+    # The fourth has several times the usual length, but not more than the first; the fifth has.
     for length, is_sudden in ((1.0, False), (0.2, False), (0.1, False), (0.99, False), (1.9, True)):
         assert strategy._is_sudden("c0", length) == is_sudden
 
 
 def grow(strategy: Panicle, client: str) -> None:
-    """Let a client's updates suddenly grow."""
+    """Let a client's updates suddenly become longer."""
     watch = strategy._watch(client)
     watch.length = 0.1
     vector = strategy.models[strategy.clusters.main(client)].vector
@@ -194,10 +195,10 @@ def test_where_the_updates_of_many_suddenly_grow_all_are_probed() -> None:
     grow(strategy, "c0")
     assert [strategy.request_for(c).phase for c in clients] == ["probe", *5 * [""]]
     grow(strategy, "c3")
-    # Two of six, within two updates per client.
+    # Two of six clients, within two updates per client.
     assert all(strategy.request_for(client).phase == "probe" for client in clients)
     probe(strategy, "c0", *NORTH)
-    # Who is as before goes on as before, and of who was not probed yet nothing is known.
+    # A client whose probe is unchanged continues; nothing is known of those not probed yet.
     for client in clients[1:]:
         probe(strategy, client, *(EAST if client in ("c1", "c2", "c3") else NORTH))
     assert strategy.request_for("c1").phase == ""
@@ -215,7 +216,7 @@ def test_without_drift_sudden_growth_calls_no_client() -> None:
 
 
 def wrong(strategy: Panicle, *parts: list[str]) -> None:
-    """Put clients into clusters where they do not belong."""
+    """Put clients into wrong clusters."""
     source = strategy.clusters.main(parts[0][0])
     for part in parts:
         cluster = strategy.clusters.found(strategy.models[source].copy())
@@ -266,7 +267,7 @@ def test_rearranging_gives_the_wanted_groups(pairs: list[tuple[int, int]]) -> No
     strategy._rearrange(clients, now, ScoredGroups(wanted, 1.0))
     then = [strategy.clusters.main(client) for client in clients]
     assert len(set(zip(then, wanted.tolist(), strict=True))) == len(set(then)) == wanted.max() + 1
-    # Latest models are counted where their clients are, by their ten examples.
+    # Latest models count in the present clusters of their clients, weighted by ten examples each.
     for cluster, learned in strategy.state.learned.items():
         here = [client for client, k in zip(clients, then, strict=True) if k == cluster]
         latest = strategy.state.latest
@@ -285,13 +286,13 @@ def test_clusters_remember_each_origin_once_however_often_they_split_and_merge()
     for wanted in 6 * (np.array([0, 0, 1, 1]), np.zeros(4, np.int64)):
         now = np.array([strategy.clusters.main(client) for client in clients])
         strategy._rearrange(clients, now, ScoredGroups(wanted, 1.0))
-    # Six splits and six merges have made three clusters each time: 0 to 17 are gone.
+    # Six splits and six merges have created three clusters each time: 0 to 17 are gone.
     (last,) = strategy.models
     assert sorted(strategy.state.learned[last].origins) == list(range(last)) == list(range(18))
 
 
 def test_members_count_alike_however_often_they_report() -> None:
-    # Two clients; the one that reports ten times as often does not own the model.
+    # Two clients: the one that reports ten times as often does not dominate the model.
     strategy = fleet(2, clustering=False, forward=0.0)
     for turn in range(41):
         step(
@@ -308,7 +309,8 @@ def test_members_weigh_by_their_examples() -> None:
         client, examples, model = [("c0", 30, (1.0, 0.0)), ("c1", 10, (0.0, 1.0))][turn % 2]
         applied = step(strategy, client, *model, examples=examples)
         if turn == 1:
-            # α = 2 / log2(5) / 1.05 of two members with half a round, and 10 is half of the mean.
+            # α = 2 / log2(5) / 1.05 for two members after half a round; 10 examples are half of the
+            # mean.
             assert applied.weight == pytest.approx(0.5 * 2 / np.log2(5) / 1.05)
     assert applied.weight == pytest.approx(0.5 * 0.5)
     assert strategy.models[0].vector.tolist() == pytest.approx([0.75, 0.25], abs=0.01)
@@ -374,7 +376,7 @@ def test_running_statistics_are_mixed_and_never_extrapolated() -> None:
         strategy.on_join(Client(f"c{index}", 10))
     variance = 1.0
     for _ in range(3):
-        # Both are under way at a time.
+        # Both updates are in flight at the same time.
         both = [update(strategy, "c0", 1.0, 0.5), update(strategy, "c1", 1.0, 0.01)]
         for one in both:
             alpha = strategy.applied([one])[0].weight
@@ -390,9 +392,9 @@ def test_what_clients_use_is_a_mean_of_the_last_versions() -> None:
     for client in ("c0", "c1", "c0"):
         step(strategy, client, *(strategy.models[0].vector + np.float32([1.0, 2.0])))
         seen.append(strategy.models[0].vector.copy())
-    # Of two members: the third version counts one half.
+    # With two members, the third version has the weight one half.
     assert np.allclose(strategy.served[0].vector, (seen[0] + seen[1]) / 4 + seen[2] / 2)
-    # What they train is the last one.
+    # Clients train the last version, not the average.
     assert strategy.models[0].vector.tolist() == seen[-1].tolist()
     last = fleet(2, clustering=False, average=0.0)
     step(last, "c0", 1.0, 0.0)
@@ -423,7 +425,7 @@ def test_a_client_that_left_no_longer_moves_its_cluster() -> None:
     assert (learned.total / learned.examples).tolist() == pytest.approx([4.0, 0.2])
 
 
-# On virtual time.
+# Runs on virtual time.
 
 
 def test_the_groups_are_found_on_virtual_time() -> None:
@@ -446,7 +448,7 @@ def test_clients_that_go_the_other_way_are_apart() -> None:
 
     strategy = Panicle()
     devices = [Device(1.0) for _ in range(12)]
-    # Groups in directions that have nothing in common.
+    # Groups whose directions have nothing in common.
     app = pulled_app([CENTRES[group] - 0.5 for group in GROUPS], change=change)
     run_on(strategy, grid_of(app, devices, GROUPS), 120)
     honest = {strategy.clusters.main(f"c{i}") for i in range(12) if i not in (3, 6)}
@@ -457,7 +459,7 @@ def test_clients_that_go_the_other_way_are_apart() -> None:
 def test_every_part_can_be_switched_off() -> None:
     options = {field.name: field for field in dataclasses.fields(PanicleParameters)}
     off = {"clustering": False, "drift": False, "forward": 0.0, "average": 0.0}
-    privacy = {"sketch_epsilon", "sketch_size"}  # Off by default.
+    privacy = {"sketch_epsilon", "sketch_size"}  # off by default
     assert off.keys() == options.keys() - {"probe_steps", "level"} - privacy
     for name, value in off.items():
         run_on(Panicle(PanicleParameters(**{name: value})), three_groups(), 60)

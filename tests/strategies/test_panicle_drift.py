@@ -28,7 +28,7 @@ def test_data_have_changed_below_a_likeness_of_a_half(north: float, probes: int)
 
 
 def startled(clients: int, *when: int) -> Panicle:
-    """A fleet all of whom were probed at update 10, of which some then have sudden updates."""
+    """A fleet that was probed at update 10, and in which some clients then have sudden updates."""
     strategy = fleet(clients)
     for i in range(clients):
         strategy.state.probes.add(f"c{i}", strategy.state.initial)
@@ -65,7 +65,7 @@ def test_all_are_called_once_for_each_event() -> None:
     strategy = startled(4, 100, 101)
     for watch in strategy.state.watches.values():
         watch.is_called = False
-    for client in ("c0", "c2"):  # one again, and a third one
+    for client in ("c0", "c2"):  # a repeated one, and a third client
         strategy._request_new_probes(client)
     assert called(strategy) == 2
 

@@ -32,12 +32,12 @@ def test_a_model_that_cannot_learn_leaves_one_cluster() -> None:
     run_on(strategy, grid_of(pulled_app(None), devices), 60)
     assert len(strategy.models) == 1
     assert strategy.progress.updates == 60
-    # Six probes each have said nothing: there are no more.
+    # After six probes each without a result, no more are sent.
     assert {strategy.state.probes.count(f"c{i}") for i in range(5)} == {6}
 
 
 def with_failures(clients: int, failures: float, updates: int) -> tuple[Panicle, list[str]]:
-    """A run whose last client's first answers are no models, and the phases of its updates."""
+    """Run with a last client whose first answers are invalid; return the phases of its updates."""
     spoilt = []
 
     def change(reply: Message, index: int) -> Message:
@@ -94,7 +94,7 @@ def test_a_small_fleet_does_not_wait_for_ever_for_a_client_that_is_silent() -> N
     for number in range(15):
         assert len(strategy.models) == 1
         step(strategy, f"c{number % 3}", *kinds[f"c{number % 3}"])
-    # Five updates of each: whoever has not answered yet comes later.
+    # After five updates per client, clusters form without the clients that have not answered.
     assert partition_of(strategy) == [["c0"], ["c1"], ["c2"], ["c3"]]
 
 
@@ -142,7 +142,7 @@ def test_a_newcomer_that_does_not_agree_with_itself_stays_where_its_first_probe_
         assert strategy.request_for("c6").phase == "probe"
         probe(strategy, "c6", *direction)
     assert not strategy.state.probes.is_clear("c6")
-    # Six probes are enough.
+    # Six probes are the maximum.
     assert strategy.request_for("c6").phase == ""
     assert homes(strategy)["c6"] == homes(strategy)["c0"]
     assert step(strategy, "c6", *WEST).weight > 0.0

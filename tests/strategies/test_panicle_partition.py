@@ -11,7 +11,7 @@ LEVEL = 0.6
 
 
 def better(distances: np.ndarray, now: np.ndarray) -> ScoredGroups | None:
-    """What becomes of clusters, by two estimates that are alike."""
+    """Return the decision about clusters, for two identical estimates of the distances."""
     return better_partition(np.stack([distances, distances]), now, LEVEL)
 
 
@@ -25,7 +25,7 @@ def apart(across: float, sizes: tuple[int, ...] = (3, 3), within: float = 0.0) -
 
 @pytest.mark.parametrize(("across", "is_wanted"), [(0.29, False), (0.31, True), (0.5, True)])
 def test_groups_from_the_level_on_are_wanted(across: float, is_wanted: bool) -> None:
-    # b = `across`, a = 0, over the least denominator of 0.5.
+    # b = `across`, a = 0, divided by the minimum denominator 0.5.
     found = better(apart(across), np.zeros(6, np.int64))
     assert (found is not None) == is_wanted
     if found is not None:
@@ -50,7 +50,7 @@ def test_a_client_moves_to_the_group_that_it_is_nearer_to() -> None:
 def test_clusters_are_given_up_if_their_silhouette_score_is_clearly_too_low(
     across: float, is_given_up: bool
 ) -> None:
-    # They needed 0.6, and have `across` / 0.5: given up below 0.5.
+    # Forming clusters takes 0.6; they score `across` / 0.5, and are given up below 0.5.
     found = better(apart(across), np.repeat([0, 1], 3))
     assert (found is not None) == is_given_up
     if found is not None:
@@ -61,11 +61,11 @@ def test_clusters_are_given_up_if_their_silhouette_score_is_clearly_too_low(
 def test_near_groups_of_a_quantity_count_in_all_that_is_decided() -> None:
     distances, now = nested(0.2), np.zeros(16, np.int64)
     both = np.stack([distances, distances])
-    # Groups within groups: 0.2 / 0.2, not 0.2 / 0.5.
+    # Nested groups: 0.2 / 0.2, without the minimum denominator of 0.5.
     found = better_partition(both, now, LEVEL, is_quantity=True)
     assert found is not None
     assert len(np.unique(found.labels)) == 4
-    # Clusters: (0.3 − 0.14) / 0.3 is too little to form, but enough to stay.
+    # Clusters: (0.3 − 0.14) / 0.3 is too little to form them, but enough to keep them.
     near = np.stack([apart(0.3, within=0.14)] * 2)
     assert better_partition(near, np.repeat([0, 1], 3), LEVEL, is_quantity=True) is None
     assert better_partition(near, np.repeat([0, 1], 3), LEVEL) is not None
@@ -102,7 +102,7 @@ def test_groups_within_groups_need_the_level_too() -> None:
     found = better(nested(0.2), np.zeros(16, np.int64))
     assert found is not None
     assert found.labels.tolist() == np.repeat([0, 1], 8).tolist()
-    # Clusters that were divided nevertheless are merged.
+    # Clusters that were split nevertheless are merged.
     merged = better(nested(0.2), np.repeat([0, 1, 2, 3], 4))
     assert merged is not None
     assert merged.labels.tolist() == found.labels.tolist()

@@ -1,4 +1,4 @@
-"""Probes: crosswise comparisons of halves, without the bias of chance."""
+"""Probes: cross-comparisons of halves, without the bias of chance."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_halves_of_different_clients_are_compared_crosswise() -> None:
     probes = of(a=[(1, 0), (0.6, 0.8)], b=[(0, 1), (0, 1)])
     # a agrees with itself by (1, 0)·(0.6, 0.8) = 0.6, b by 1; with each other by ½ (0 + 0.8).
     assert probes.reliability("a") == pytest.approx(0.6)
-    # Two estimates: a's first with b's second is 0, b's first with a's second 0.8.
+    # Two estimates: a's first with b's second half is 0, b's first with a's second half 0.8.
     assert probes.distances(["a", "b"])[:, 0, 1] == pytest.approx(
         [1.0, 1 - min(1.0, 0.8 / np.sqrt(0.6))]
     )
@@ -50,7 +50,7 @@ def test_the_distance_from_a_group_is_the_mean_over_its_members() -> None:
 
 
 def test_chance_cancels_out() -> None:
-    # Two clients of one kind, under noise four times as long as what they have in common.
+    # Two clients of one group, with noise four times as long as their common direction.
     rng = np.random.default_rng(0)
     common = np.eye(4000)[0]
     probes = Probes()
@@ -58,13 +58,13 @@ def test_chance_cancels_out() -> None:
         for _ in range(2):
             noisy = common + 4 * rng.normal(size=4000) / np.sqrt(4000)
             probes.add(client, (noisy / np.linalg.norm(noisy)).astype(np.float32))
-    # 1/17 of every direction is signal: below what can be told, so that nobody is clear.
+    # 1/17 of every direction is signal: too little to decide, so that no client is clear.
     assert probes.reliability("a") == pytest.approx(1 / 17, abs=0.05)
     for _ in range(60):
         for client in "ab":
             noisy = common + 4 * rng.normal(size=4000) / np.sqrt(4000)
             probes.add(client, (noisy / np.linalg.norm(noisy)).astype(np.float32))
-    # With thirty probes more in each half it is clear that they are alike.
+    # With thirty more probes in each half, the clients are clearly alike.
     assert probes.is_clear("a")
     assert probes.distances(["a", "b"])[0, 0, 1] < 0.1
 
@@ -122,12 +122,12 @@ def test_the_order_in_which_clients_come_changes_no_distance(
             probes.add(str(client), (direction / np.linalg.norm(direction)).astype(np.float32))
         return probes
 
-    # A client's own probes keep their order: sorting by client is stable.
+    # A client's own probes keep their order, because sorting by client is stable.
     one, other = made(order), made(sorted(order, key=lambda pair: pair[0]))
     clear = [client for client in one.clients if one.is_clear(client)]
     if clear:
         distances = one.distances(clear)
-        # Which of the two is which depends on the order.
+        # The order of the two estimates depends on the order of the clients.
         assert np.allclose(distances.mean(0), other.distances(clear).mean(0), atol=1e-5)
         assert np.array_equal(distances, distances.transpose(0, 2, 1))
         assert distances.min() >= 0
@@ -149,7 +149,7 @@ def test_a_sketch_keeps_cosines_nearly() -> None:
     other = np.asarray(one + rng.normal(size=20_000), np.float32)
     sketcher = Sketcher()
     cosine = float(sketcher.direction(one) @ sketcher.direction(other))
-    # The true one is 1/√2; 1/√1024 = 0.03 is one standard deviation.
+    # The true cosine is 1/√2; one standard deviation is 1/√1024 = 0.03.
     assert cosine == pytest.approx(0.707, abs=0.1)
     assert len(sketcher.direction(one)) == 1024
     assert len(sketcher.direction(one[:2048])) == 2048
@@ -170,9 +170,9 @@ def test_a_probe_is_at_most_an_ordinary_task() -> None:
     long = settings_of_probe(settings, 560, 5, 0)
     assert long[LOCAL_STEPS] == 5
     assert long[TASK_SHARE] == pytest.approx(50 / 560)
-    # 30 samples are three mini-batches, fewer than ten two: the least.
+    # 30 samples are three mini-batches; fewer than ten samples are two, the minimum.
     assert settings_of_probe(settings, 30, 5, 0)[LOCAL_STEPS] == 3
     assert settings_of_probe(settings, 3, 5, 0)[LOCAL_STEPS] == 2
     assert settings_of_probe(settings, 3, 5, 0)[TASK_SHARE] == 1.0
-    # The halves of the samples by turns.
+    # The halves of the samples alternate.
     assert [settings_of_probe(settings, 30, 5, former)[HALF] for former in range(3)] == [0, 1, 0]

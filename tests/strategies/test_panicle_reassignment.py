@@ -30,7 +30,7 @@ def test_every_group_has_one_origin(pairs: list[tuple[int, int]]) -> None:
     plan = plan_reassignment(now, wanted)
     split_off = [group for groups in plan.splits.values() for group in groups]
     assert sorted([*plan.home, *split_off]) == list(range(int(wanted.max()) + 1))
-    # A cluster is merged once at most, and what is left of the merges is as many as have a home.
+    # Each cluster is merged at most once, and the merges leave one cluster per home.
     merged = [cluster for sources in plan.merges for cluster in sources]
     assert len(merged) == len(set(merged))
     left = len(set(now.tolist())) - len(merged) + len(plan.merges)

@@ -12,5 +12,5 @@ def test_the_share_falls_from_casas_to_that_of_one_member() -> None:
     assert share_of(13, 0.0) == pytest.approx(0.5)
     assert share_of(13, 10.0) == pytest.approx(0.25)
     assert share_of(13, 1000.0) == pytest.approx(1 / 13)
-    # A client alone has its own model.
+    # A client alone in its cluster replaces the model.
     assert share_of(1, 0.0) == share_of(1, 1000.0) == 1.0

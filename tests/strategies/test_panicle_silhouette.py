@@ -22,13 +22,13 @@ def grouped(sizes: list[int], within: float, between: float) -> np.ndarray:
 
 
 def best(*estimates: np.ndarray) -> ScoredGroups:
-    """The groups by two estimates of the distances, alike unless both are given."""
+    """The groups by two estimates of the distances, identical unless both are given."""
     return best_partition(np.stack([estimates[0], estimates[-1]]))
 
 
 def test_a_silhouette_is_how_much_nearer_the_own_group_is() -> None:
     distances = grouped([2, 2], within=0.1, between=1.0)
-    # (1 − 0.1) / 1 for all.
+    # (1 − 0.1) / 1 for all clients.
     assert silhouettes(distances, np.array([0, 0, 1, 1])) == pytest.approx([0.9] * 4)
     # The first two apart: 0.1 from the nearest other group, 0.3 from their own: −0.2 / 0.5.
     apart = silhouettes(distances, np.array([0, 1, 2, 2]))
@@ -37,7 +37,7 @@ def test_a_silhouette_is_how_much_nearer_the_own_group_is() -> None:
 
 def test_groups_that_are_all_much_alike_are_none() -> None:
     distances = grouped([10, 10], within=0.02, between=0.2)
-    # (0.2 − 0.02) / 0.5, where Rousseeuw's own would be 0.9.
+    # (0.2 − 0.02) / 0.5, while Rousseeuw's score would be 0.9.
     assert silhouettes(distances, np.repeat([0, 1], 10)) == pytest.approx([0.36] * 20)
 
 
@@ -51,7 +51,7 @@ def test_a_least_denominator_is_four_deviations_of_chance() -> None:
     score = best_partition(noisy, floor_by_chance(noisy)).score
     assert score == pytest.approx((0.18 / 0.2828 + 0.18 / 0.3) / 2, abs=1e-4)
     assert best_partition(noisy).score == pytest.approx(0.18 / 0.5)
-    # It has limits, from nearly exact distances to those that are all chance.
+    # The floor is limited on both sides, for nearly exact distances and for pure noise.
     assert floor_by_chance(np.stack([distances, distances])) == 0.1
     assert floor_by_chance(np.stack([distances + 4 * apart, distances])) == FLOOR
     assert floor_by_chance(np.zeros((2, 1, 1))) == 0.1
@@ -133,6 +133,6 @@ def test_groups_that_only_one_estimate_has_are_chance() -> None:
     one, other = grouped([5, 5], within=0.1, between=1.0), np.full((10, 10), 0.5)
     np.fill_diagonal(other, 0.0)
     assert best(one).score == pytest.approx(0.9)
-    # All are equally far apart by the other: its groups, whatever they are, say nothing of the
-    # first, nor do the first's of it.
+    # By the other estimate all are equally far apart: its groups do not fit the first estimate, nor
+    # the first's groups this one.
     assert best(one, other).score < 0.3

@@ -1,4 +1,4 @@
-"""Probes as sketches with noise: the client half, the noise, and the groups that are found."""
+"""Probes as noisy sketches: the client half, the noise, and the groups that are found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raceme.strategies.panicle.strategy import sketch_noise
 
 @pytest.fixture(autouse=True)
 def _identity() -> None:
-    """Let replies be made in this process, as in a worker or on a device."""
+    """Allow this process to make replies, as a worker or a device does."""
     identify_process()
 
 
@@ -77,7 +77,7 @@ def test_settings_without_sense_are_refused(noise: float, size: int, said: str) 
 def test_groups_are_found_as_far_as_noise_permits(
     epsilon: float, clusters: int, tmp_path: Path
 ) -> None:
-    # 800 leaves a fifth of a direction of 64 numbers as signal, 10 a hundredth.
+    # With ε = 800 a fifth of a direction of 64 numbers is signal, with 10 a hundredth.
     keys = {
         "strategy": "panicle",
         "panicle.sketch-epsilon": epsilon,

@@ -1,4 +1,4 @@
-"""Clients' statements about their data: directions, moments, gradients."""
+"""Clients' statistics of their data: directions, moments, gradients."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_main_directions_by_hand() -> None:
     rows = np.array([[6.0, 8.0], [-4.0, 3.0]])
     first = main_directions(rows, 1)
     assert first[:, 0] == pytest.approx([0.6, 0.8])
-    # Towards the mean of the samples, (1, 5.5), the second direction has its sign.
+    # Towards the mean of the samples, (1, 5.5), which fixes the second direction's sign.
     assert main_directions(rows, 2)[:, 1] == pytest.approx([-0.8, 0.6])
     assert main_directions(-rows, 1)[:, 0] == pytest.approx([-0.6, -0.8])
     assert main_directions(rows, 5).shape == (2, 2)
@@ -61,7 +61,7 @@ def test_directions_are_of_length_one_for_each_class(
     )
     assert told.shape[0] == 64
     assert np.linalg.norm(told, axis=0) == pytest.approx(1, abs=1e-5)
-    # Ten classes at most; of all together, each class by its share.
+    # At most ten classes; over all clients, each class weighted by its share.
     assert told.shape[1] <= 20 if columns else 10 <= told.shape[1] <= 25
 
 
@@ -84,7 +84,7 @@ def test_moments_by_hand() -> None:
 
 def test_projections_are_the_same_everywhere_and_missing_dimensions_are_zero() -> None:
     points = np.array([[0.0, 0.0], [4.0, 0.0], [2.0, 1.0], [2.0, -1.0]])
-    # The points' middle is (2, 0), and their main directions are the axes.
+    # The points' centre is (2, 0), and their principal directions are the axes.
     assert projected(np.array([[5.0, 7.0]]), points, 3).tolist() == [[3.0, 7.0, 0.0]]
 
 
@@ -156,14 +156,14 @@ def test_samples_are_assigned_and_training_is_weighted_by_it() -> None:
         return float(np.linalg.norm(spec.unpack(reply["arrays"]) - flat))
 
     assert trained(0) > trained(1)
-    # All of ω on the second model: then it is responsible for everything.
+    # With all of ω on the second model, it is responsible for all samples.
     mixing = array_record({"mixing": to_array(np.array([0.0, 1.0]))})
     masses = numbers_of(
         ask("label-masses", node, {"arrays-0": start, "arrays-1": worse, "mixing": mixing}),
         "label-masses",
     )
     assert masses[0].sum() == 0
-    # What a model is not responsible for does not move it.
+    # A model that is not responsible for any sample hardly moves.
     assert trained(1) > 10 * trained(0)
 
 

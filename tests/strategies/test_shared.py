@@ -50,7 +50,7 @@ def test_a_start_at_zero_gives_different_models(method: Any) -> None:
     first = starts(1)
     assert first[0] == [0.0, 0.0, 0.0, 1.0]
     assert len({tuple(one) for one in first}) == 3
-    # Small noise, of the weights alone: a variance below 0 would make a model useless.
+    # Noise is small and on weights only: a negative variance would make a model unusable.
     assert all(one[3] == 1.0 and max(map(abs, one[:3])) < 0.1 for one in first)
     assert starts(1) == first
     assert starts(2) != first

@@ -14,7 +14,7 @@ from raceme.strategies.shared import (
 
 
 def test_omega_starts_at_one_and_decays_slowly() -> None:
-    # e / 2.8 = 0.970815; at κ t = 1 it is that, at κ t = 2 its square.
+    # e / 2.8 = 0.970815 at κ t = 1, and its square at κ t = 2.
     assert omega(0, 0.001) == 1.0
     assert omega(1000, 0.001) == pytest.approx(0.970815, abs=1e-6)
     assert omega(2000, 0.001) == pytest.approx(0.942482, abs=1e-6)
@@ -37,7 +37,7 @@ def test_staleness_bound_grows_from_one_to_two_cluster_sizes() -> None:
     [(0, 0.3), (9, 0.3), (10, 0.3), (16, 0.075), (25, 0.06)],
 )
 def test_client_decay_on_both_sides_of_the_bound(staleness: int, expected: float) -> None:
-    # The bound is 10: at it nothing happens; 0.3 / √16 = 0.075, 0.3 / √25 = 0.06 beyond it.
+    # The bound is 10: at it nothing happens; beyond it 0.3 / √16 = 0.075 and 0.3 / √25 = 0.06.
     assert client_decay(0.3, staleness, bound=10.0) == pytest.approx(expected)
 
 

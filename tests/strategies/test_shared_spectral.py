@@ -1,4 +1,4 @@
-"""Laplacian, eigengap, split decision and partition on matrices small enough to do by hand."""
+"""Laplacian, eigengap, split decision and partition of small matrices, worked out by hand."""
 
 import warnings
 
@@ -64,8 +64,8 @@ def test_three_blocks_suggest_three_parts() -> None:
 
 @pytest.mark.parametrize("size", [2, 36])
 def test_ten_eigenvalues_are_looked_at(size: int) -> None:
-    # Of k separate groups k eigenvalues are 0, and λ_{k+1} is not: the tenth shows nine groups, and
-    # ten groups look as if they had no gap. 36 clients in each are enough for Lanczos.
+    # With k separate groups k eigenvalues are 0, and λ_{k+1} is not: the tenth shows nine groups,
+    # and ten groups seem to have no gap. 36 clients in each are enough for Lanczos.
     nine = largest_gap(blocks([size] * 9, inside=0.9, across=0.0))
     ten = largest_gap(blocks([size] * 10, inside=0.9, across=0.0))
     assert nine is not None
@@ -131,7 +131,7 @@ def test_groups_show_in_a_larger_gap_than_their_similarities_have_by_chance(seed
 
 
 def test_one_group_rarely_has_a_larger_gap_than_its_similarities_have_by_chance() -> None:
-    # Of 11 gaps that are alike, one of them is the largest in 1 of 11 cases.
+    # With 11 equally distributed gaps, a given one is the largest in 1 of 11 cases.
     beaten = 0
     for seed in range(60):
         matrix = noisy([20], across=0.0, seed=seed)

@@ -7,5 +7,5 @@ from raceme.flower.messages import identify_process
 
 @pytest.fixture(autouse=True)
 def _identity() -> None:
-    """Let replies be made in this process, as in a worker or on a device."""
+    """Allow this process to make replies, as a worker or a device does."""
     identify_process()

@@ -195,7 +195,7 @@ def test_losses_are_those_of_every_sample_under_every_model(on: str) -> None:
     x, y = (data.x_train, data.y_train) if on == "train" else (data.x_test, data.y_test)
     assert measured.shape == (2, len(y))
     assert measured.dtype == np.float32
-    # All scores are equal: every class gets a tenth.
+    # All scores are equal, so that each of ten classes has the share 1/10.
     assert measured[0] == pytest.approx(np.log(10))
     network = Network(models.build("mlp", (1, 8, 8), 10, CONFIG.seed))
     assert measured[1].mean() == pytest.approx(evaluate(network, Samples(x, y))[1], rel=1e-5)
@@ -248,7 +248,7 @@ def test_a_client_finds_the_direction_that_its_training_takes(own: int) -> None:
     directions = [-change, change] if own else [3 * change, np.ones_like(change)]
     record = ArrayRecord({str(i): to_array(one) for i, one in enumerate(directions)})
     reply = asked("nearest-direction", directions=record)
-    # No model leaves the client.
+    # The model stays on the client.
     assert not reply.array_records
     (metrics,) = reply.metric_records.values()
     assert metrics["chosen"] == own

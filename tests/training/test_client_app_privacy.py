@@ -58,7 +58,7 @@ def test_without_the_key_nothing_changes() -> None:
 
 def test_an_update_is_clipped_and_noise_of_the_stated_size_is_added() -> None:
     assert np.linalg.norm(change(client_app()(asked(), context()))) > 0.5
-    # Two updates are at most 1.0 apart: σ = 1.0 √(2 ln(1.25 / 1e-5)) / 50.
+    # Two clipped updates differ by at most 1.0: σ = 1.0 √(2 ln(1.25 / 1e-5)) / 50.
     sigma = math.sqrt(2 * math.log(1.25e5)) / 50
     noise = noise_on(asked(), asked())
     assert noise.std() == pytest.approx(sigma, rel=0.1)
@@ -88,7 +88,7 @@ def test_noise_differs_from_request_to_request(name: str) -> None:
 
 
 def noise_on(private: Message, plain: Message) -> np.ndarray:
-    """Return the noise in the answer to a message, given the same message again."""
+    """Return the noise in the answer to a message, with the answer to a copy without privacy."""
     update = change(client_app()(plain, context()))
     clipped = update * min(1.0, 0.5 / np.linalg.norm(update))
     noise: np.ndarray = change(client_app()(private, context(**PRIVATE))) - clipped
@@ -97,7 +97,7 @@ def noise_on(private: Message, plain: Message) -> np.ndarray:
 
 def test_noise_is_the_key_stream_of_a_cipher() -> None:
     key = bytes(range(32))
-    # A normal number takes four 64-bit numbers, all first ones before all second ones.
+    # A normal number takes four 64-bit numbers; all first ones precede all second ones.
     stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor().update(bytes(128))
     numbers = [number >> 11 for number in struct.unpack("<16Q", stream)]
 
@@ -188,7 +188,7 @@ def private_grid(**node: Any) -> VirtualGrid:
 def test_the_spent_budget_is_that_of_gaussian_noise(ratio: float, updates: int) -> None:
     privacy = LocalPrivacy(epsilon=ratio * math.sqrt(2 * math.log(1.25e5)))
     epsilon, mu = privacy.spent(updates), ratio * math.sqrt(updates)
-    # δ is the mass of N(0, 1) over e^ε times N(-μ, 1): where the log ratio is above ε.
+    # δ is the mass of N(0, 1) above e^ε times N(-μ, 1), where the log ratio exceeds ε.
     x = np.linspace(-12, 12 + 2 * mu, 4_000_001)
     log_ratio = mu * x + mu * mu / 2
     density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
@@ -232,7 +232,7 @@ def test_clients_that_are_stacked_add_noise_too() -> None:
     method.run(grid, initial_arrays(CONFIG), 4, train_config=settings, observe=seen.append)
     updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
     assert len(updates) == 4
-    # What is stacked states its loss, which a private device does not.
+    # Only stacked clients would report a loss; private devices are not stacked.
     assert all(math.isnan(update.train_loss) for update in updates)
 
 

@@ -1,4 +1,4 @@
-"""Clients in memory: cached and dropped data, and imports of a device."""
+"""Cached clients: reuse and removal of data, and imports of a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raceme.training.models import Samples
 
 
 class Loaded:
-    """Stands for a client's data."""
+    """Placeholder for a client's data."""
 
 
 def cache() -> tuple[ClientCache, list[tuple[object, int]]]:
@@ -138,7 +138,7 @@ def test_a_device_sees_that_its_own_file_was_replaced(tmp_path: Path) -> None:
     second = labels()
     assert second[1] == [0, 1]
     assert labels() == second
-    # While a file is exchanged it may be away for a moment: what was read of it stays.
+    # A file may be missing for a moment while it is replaced; the cached data remain.
     path.unlink()
     assert labels()[1] == [0, 1]
     write_device(path, classes=4)

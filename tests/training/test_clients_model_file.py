@@ -1,4 +1,4 @@
-"""The model for a device's application: the file is whole whenever it is read."""
+"""The model file for a device's application: it is complete whenever it is read."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from raceme.training.clients import network_of
 def _quiet() -> Iterator[None]:
     identify_process()
     with warnings.catch_warnings():
-        # Of torch, that TorchScript is old.
+        # torch warns that TorchScript is deprecated.
         warnings.simplefilter("ignore")
         yield
 
 
 def use(path: Path | None, version: int | None = 1, own: int = 0) -> RecordDict:
-    """Hand a device a version; its weights are the initial ones times its number."""
+    """Give a device a version, whose weights are the initial ones times its number."""
     told = {"kind": "use", "used-run": "run", "used-cluster": 3, "used-version": version or 0}
     told |= {"own-model": 0.2, "completed-by": "own-mixture"} if own else {}
     asked: Message = message("query", told)
@@ -64,7 +64,7 @@ def test_the_file_holds_the_model_and_says_which(tmp_path: Path) -> None:
     content = use(path, 2)
     stated = dict(content.config_records["config"])
     assert stated == {"kind": "use", "used-run": "run", "used-cluster": 3, "used-version": 2}
-    # A device that is asked later says what is there.
+    # A device that is queried later reports the stored version.
     assert dict(use(path, None).config_records["config"]) == stated
     module, about = read(path)
     assert (about["run_id"], about["cluster"], about["version"]) == ("run", 3, 2)

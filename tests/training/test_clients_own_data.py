@@ -1,4 +1,4 @@
-"""A user's own network and samples, for Raceme's kinds of work."""
+"""A user's own network and samples with Raceme's kinds of work."""
 
 from __future__ import annotations
 

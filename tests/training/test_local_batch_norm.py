@@ -23,7 +23,7 @@ LABELS = np.array([0, 1])
 
 
 def own_batch_norm(folder: Path, **keys: object) -> Context:
-    """A device whose network is one layer of batch normalisation; it trains for one step."""
+    """A device with a network of one batch normalisation layer; it trains for one step."""
     np.savez(folder / "pair.npz", x_train=PAIR, y_train=LABELS, x_test=PAIR + 0.5, y_test=LABELS)
     config = RunConfig(
         dataset="npz",
@@ -58,9 +58,9 @@ def test_local_batch_normalisation_over_two_rounds_by_hand(tmp_path: Path) -> No
     for count, received in ((1, batch_norm(1.0, 0.0, 0)), (2, batch_norm(7.0, 9.0, 100))):
         gamma += 1 - 1 / (1 + np.exp(-2 * gamma))
         mean = 0.9 * mean + 0.1 * np.array([3.0, 2.0])
-        var = 0.9 * var + 0.1 * np.array([8.0, 2.0])  # of two samples, divided by n - 1
+        var = 0.9 * var + 0.1 * np.array([8.0, 2.0])  # of two samples, with the divisor n - 1
         reply = app(message("train", {"task": count}, received), node).content
-        # What travels is what came.
+        # The returned arrays are the received ones.
         assert reply["arrays"] == received
         own = numbers(node.state["batch-norm"])  # type: ignore[arg-type]
         assert own["weight"] == pytest.approx(gamma, rel=1e-4)
@@ -102,7 +102,7 @@ def test_every_kind_of_work_uses_the_clients_own_batch_normalisation(tmp_path: P
     content = RecordDict({**several(one, other), "config": ConfigRecord({"kind": "losses"})})
     asked = Message(content, dst_node_id=7, message_type="train")
     measured = from_array(app(asked, node).content["numbers"]["losses"])
-    # Nothing of these models is not batch normalisation.
+    # The models differ in batch normalisation only, which the client replaces by its own.
     assert measured[0].tolist() == measured[1].tolist()
 
 
@@ -112,7 +112,7 @@ def test_an_own_model_goes_on_from_the_clients_own_batch_normalisation(tmp_path:
     np.savez(tmp_path / "pair.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     app(message("train", {"task": 1, "own-model": 0.25}, batch_norm(1.0, 0.0, 0)), node)
     scales = [numbers(node.state[name])["weight"] for name in ("batch-norm", "own-line")]  # type: ignore[arg-type]
-    # At a rate at which no weight changes it is a mixture of these, whatever has come.
+    # At a negligible learning rate, it is a mixture of the two, independent of the received model.
     asked = {"task": 2, "lr": 1e-9, "own-model": 0.25}
     app(message("train", asked, batch_norm(7.0, 9.0, 100)), node)
     mixed = numbers(node.state["own-line"])["weight"]  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ KEYS = {"model": "cnn3x3", "clients": 6, "partition": "iid", "lr": 0.05}
 
 
 def work(kind: str, node: int) -> tuple[Message, Context]:
-    """Return a message of the initial model to a client."""
+    """Return a message with the initial model for a client."""
     config = resolve(RunConfig.from_mapping(KEYS))
     action = "query" if kind == "losses" else kind
     told = ConfigRecord({"task": node, "version": 0, "kind": kind})
@@ -33,7 +33,7 @@ def work(kind: str, node: int) -> tuple[Message, Context]:
 
 
 def trained(executor: Executor, order: list[tuple[str, int]]) -> dict[int, np.ndarray]:
-    """Let clients work in an order; return the output layer of those that trained."""
+    """Let clients work in a given order; return the output layers of those that trained."""
     outputs = {}
     for kind, node in order:
         reply = ask(executor, *work(kind, node))
@@ -65,7 +65,7 @@ def test_nothing_is_dropped_in_a_test() -> None:
 
 @pytest.mark.parametrize("first", ["train", "evaluate", "losses"])
 def test_clients_that_are_stacked_drop_the_same(first: str) -> None:
-    # After a test the network is as it was tested, without dropping: that must not mislead.
+    # A test leaves the network in evaluation mode, which must not affect later training.
     order = [(first, 0), ("train", 1), ("train", 2)]
     alone = trained(InProcess(client_app.app), order)
     client_app.forget()

@@ -1,4 +1,4 @@
-"""The processor and the number of threads on which a device trains."""
+"""The processor and the number of threads that a device trains with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch find the stand-in for a GPU."""
     there = SimpleNamespace(is_available=lambda: True, manual_seed=lambda seed: None)
     others = torch.get_device_module
-    # A build with CUDA asks for its own device, too.
+    # A CUDA build of torch also queries its own device.
     monkeypatch.setattr(
         torch,
         "get_device_module",
@@ -48,7 +48,7 @@ def lent(size: int) -> ArrayRecord:
 
 
 def replies(config: RunConfig, **node: Any) -> list[tuple[str, np.ndarray]]:
-    """Have one client do all kinds of work, and return every number of its answers."""
+    """Have a client do all kinds of work, and return every number in its answers."""
     identify_process()
     torch.manual_seed(0)
     start = models.initial_arrays(config)
@@ -118,7 +118,7 @@ def test_every_kind_of_work_is_done_in_a_gpus_memory_with_the_same_outcome(
     assert [name for name, _ in found] == [name for name, _ in expected]
     for (name, values), (_, other) in zip(found, expected, strict=True):
         if config is IMAGES and name.endswith((" numbers", " loss")):
-            # A CPU tests convolutions in a layout of its own, which rounds in another way.
+            # A CPU tests convolutions in another memory layout, which rounds differently.
             np.testing.assert_allclose(values, other, rtol=1e-5, atol=1e-6, err_msg=name)
         else:
             assert np.array_equal(values, other, equal_nan=True), name
@@ -133,7 +133,7 @@ def test_a_gpu_that_computes_something_else_is_left_aside(
     with gpu():
         assert accelerators("auto") == ["cpu", name]
     processors._failure.cache_clear()
-    # Outside of the stand-in these tensors cannot be computed with: as by a torch for other GPUs.
+    # Outside the stand-in these tensors are unusable, like those of a torch build for other GPUs.
     assert accelerators("auto") == ["cpu"]
     assert f"'{name}' is not used" in caplog.text
     with pytest.raises(UserError, match=f"'{name}' cannot be used"):

@@ -290,7 +290,7 @@ def test_buffers_may_be_masks_and_may_be_assigned_in_training(own: str) -> None:
     record = models.initial_arrays(RunConfig(model=f"{own}:masked"), DataShape((64,), 10))
     spec = ModelSpec.of(record)
     for level in (1.0, 3.0):
-        # As a client does, which another one preceded in this process.
+        # Simulates another client that has used the network in this process before.
         network.read(record)
         network.module.train()
         network.module(torch.full((2, 64), level))
@@ -342,7 +342,7 @@ def test_recurrent_networks_need_a_vocabulary_and_read_ids_that_came_as_floats(
     assert size(module) == parameters
     x = torch.tensor([[0.0, 1.0, 6.0, 2.0, 0.0]])
     assert module(x).shape == (1, 3)
-    # The last token counts, and so does the first.
+    # The output depends on the last token and on the first.
     for position in (0, 4):
         other = x.clone()
         other[0, position] = 3.0

@@ -1,4 +1,4 @@
-"""Personal models: layers, a model or a share of one that never leave the device."""
+"""Personal models: layers, a model or a part of one that never leave the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raceme.training import models
 from raceme.training.personal import head_arrays
 
 LR = 0.05
-# One step takes all samples of a client, so that a task is few and large steps.
+# One step takes all samples of a client, so that a task consists of few, large steps.
 CONFIG = RunConfig(clients=20, partition="iid", model="mlp", lr=LR, batch_size=1000)
 START = models.initial_arrays(CONFIG)
 SPEC = ModelSpec.of(START)
@@ -29,7 +29,7 @@ BODY = slice(0, HEAD.start)
 
 
 class OneClient:
-    """A client of the digits, with its state from one message to the next."""
+    """A client of the digits that keeps its state between messages."""
 
     def __init__(self) -> None:
         identify_process()
@@ -54,7 +54,7 @@ class OneClient:
         return float(metrics["loss"])  # type: ignore[arg-type]
 
     def gradient(self, vector: np.ndarray) -> np.ndarray:
-        """Return the gradient of the mean loss of all training samples: of one plain step."""
+        """Return the gradient of the mean loss over all training samples."""
         return (vector - OneClient().train("train", vector)) / LR
 
 
@@ -62,10 +62,10 @@ def test_fedper_keeps_the_head_on_the_client_and_returns_the_body() -> None:
     client, plain = OneClient(), OneClient()
     trained = client.train("train-split", ZERO, head_layers=1)
     expected = plain.train("train", ZERO)
-    # The first task trains both parts as plain training does; the head comes back as received.
+    # The first task trains both parts like plain training; the head is returned unchanged.
     assert np.array_equal(trained[BODY], expected[BODY])
     assert np.array_equal(trained[HEAD], ZERO[HEAD])
-    # The next one goes on from the received body with the client's own head.
+    # The next task continues from the received body with the client's own head.
     received = trained + 1.0
     again = client.train("train-split", received, head_layers=1)
     joined = np.concatenate([received[BODY], expected[HEAD]])
@@ -79,7 +79,7 @@ def test_a_client_is_tested_with_its_own_head() -> None:
     joined = np.concatenate([ZERO[BODY], OneClient().train("train", ZERO)[HEAD]])
     assert client.loss(ZERO, completed_by="own-head") == OneClient().loss(joined)
     assert client.loss(ZERO) == OneClient().loss(ZERO)
-    # A client that has trained nothing yet is tested with what the server has.
+    # A client that has not trained yet is tested with the received model.
     assert OneClient().loss(ZERO, completed_by="own-head") == OneClient().loss(ZERO)
 
 
@@ -106,7 +106,7 @@ def test_a_head_must_leave_layers_to_share() -> None:
 def test_ditto_pulls_the_own_model_towards_the_received_one() -> None:
     client = OneClient()
     received = ZERO + 0.1
-    # Two steps by hand from a first own model, the received one of the first task.
+    # Two steps by hand, starting from the model received with the first task.
     returned = client.train("train-beside", ZERO, proximal_mu=0.5)
     assert np.array_equal(returned, OneClient().train("train", ZERO))
     own = ZERO - LR * client.gradient(ZERO)
@@ -115,7 +115,7 @@ def test_ditto_pulls_the_own_model_towards_the_received_one() -> None:
     own = own - LR * (client.gradient(own) + 0.5 * (own - received))
     tested = client.loss(received, completed_by="pulled-model")
     assert tested == pytest.approx(OneClient().loss(own), rel=1e-5)
-    # What is returned has no pull in it, from the second step on either.
+    # The returned model is trained without the pull, also from the second step on.
     returned = client.train("train-beside", received, proximal_mu=0.5, local_steps=2)
     assert np.array_equal(returned, OneClient().train("train", received, local_steps=2))
 
@@ -131,7 +131,7 @@ def test_apfl_trains_its_own_model_by_the_gradient_of_the_interpolation(adaptive
         mixed = alpha * own + (1 - alpha) * received
         gradient = client.gradient(mixed)
         if adaptive:
-            # α ← α − η ⟨v − w, ∇f(v̄)⟩, before the step of v. At first v is w.
+            # α ← α − η ⟨v − w, ∇f(v̄)⟩, before the step of v. At first v equals w.
             alpha -= LR * float((own - received) @ gradient)
         own = own - LR * alpha * gradient
     assert (alpha != 0.25) == adaptive
@@ -144,7 +144,7 @@ def test_statistics_of_apfls_interpolation_are_not_those_of_the_model_for_all(
     tmp_path: Path,
 ) -> None:
     model = "networks:small_batch_norm"
-    # One round: training amplifies the rounding of later ones.
+    # One round only, because training amplifies rounding errors in later rounds.
     said = {"clients": 4, "max_updates": 4, "model": model, "eval_every": 4}
     averaged = raceme.run("fedavg", **said, out=tmp_path / "fedavg")
     run = raceme.run("apfl", **said, alpha=0.5, adaptive=False, out=tmp_path / "apfl")

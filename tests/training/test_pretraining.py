@@ -1,4 +1,4 @@
-"""Failures of the server's pretraining."""
+"""Failures of the server's pre-training."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_a_model_that_is_ruined_by_pretraining_is_said_in_one_line(
     config = RunConfig.from_mapping(keys | {"pretrain": 50, "lr": lr, "out": str(out)})
     with pytest.raises(UserError, match=f"^pretrain gave an unusable model, .*{why}: lower lr"):
         simulate(resolve(config))
-    # The next attempt may have the same folder.
+    # The next attempt may use the same folder.
     assert not list(out.iterdir())

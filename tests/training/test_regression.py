@@ -1,4 +1,4 @@
-"""A regression end to end: its loss and error, every executor, a run, its report, a comparison."""
+"""A regression end to end: loss and error, every executor, a run, its report, a comparison."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ERROR = Measure(UNIT)
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Three stations whose fine dust goes up and down, a day and a half at a time."""
+    """Three stations whose fine dust oscillates with a period of a day and a half."""
     for number in range(3):
         dust = np.sin(np.arange(24 * 40) / 6 + number).astype(np.float32)
         x = np.zeros((24 * 40 - 24, 13, 24), np.float32)
@@ -103,7 +103,7 @@ def test_stacked_clients_learn_and_measure_what_they_do_alone(config: RunConfig)
     tested = replies[0][-1]
     assert tested["config"]["unit"] == UNIT
     assert "accuracy" not in tested["metrics"]
-    # The next hour's deviation from the mean is about 60 · 2/π.
+    # The next hour's mean deviation from the mean is about 60 · 2/π.
     assert 20 < tested["metrics"]["mae"] < 80
 
 
@@ -114,7 +114,7 @@ def test_errors_are_better_the_smaller_they_are() -> None:
     assert ACCURACY.reaches(0.95, 0.95)
     assert not ACCURACY.reaches(0.94, 0.95)
     assert (ERROR.better(3.0, 2.0), ACCURACY.better(3.0, 2.0)) == (2.0, 3.0)
-    # Within 1 % of 10: from the third on; an accuracy would have to be within 0.01.
+    # Within 1 % of 10, from the third on; an accuracy would have to be within 0.01.
     errors = [30.0, 10.2, 10.1, 9.9, 10.0]
     assert convergence_index(errors, ERROR) == 2
     assert convergence_index(errors) == 4
@@ -137,7 +137,7 @@ def test_an_evaluation_is_of_errors_if_the_clients_say_so() -> None:
     report = evaluation.report()
     assert isinstance(report, Evaluated)
     assert (report.accuracy, report.weighted_accuracy, report.measure) == (20.0, 25.0, ERROR)
-    # A model that diverged has an infinite error; a negative one is nonsense, as is an accuracy.
+    # A diverged model has an infinite error; a negative error is invalid, like a negative accuracy.
     diverged = score_from({"mae": math.nan, "loss": math.nan}, 0, measure=ERROR)
     assert diverged is not None
     assert diverged.accuracy == math.inf
@@ -219,7 +219,7 @@ def test_a_run_ends_at_its_target_error_and_says_so_everywhere(
     page = run_page(out, "")
     assert "Mean absolute error" in page
     assert "µg/m³" in page
-    # What is written on it; the words of the live part are chosen by its script.
+    # Only the visible text counts; the live part's labels are chosen by its script.
     assert "Accuracy" not in re.sub(r"<script.*?</script>", "", page, flags=re.S)
 
 

@@ -1,4 +1,4 @@
-"""A process keeps no samples of a run that has ended."""
+"""A process releases the samples of a run that has ended."""
 
 import gc
 from pathlib import Path

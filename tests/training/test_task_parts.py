@@ -63,7 +63,7 @@ def test_a_client_answers_with_the_shared_part_and_tests_with_its_own(kind: str)
     assert np.count_nonzero(own(node, 0, "adaptive")) > 100
     composed = loss_at(node, shared, 0)
     assert composed < 0.9 * loss_at(node, shared, 0, "evaluate")
-    # A step that it has not trained on is tested with the shared part alone.
+    # A step without training on it is tested with the shared part alone.
     assert loss_at(node, shared, 1) == loss_at(node, shared, 1, "evaluate")
 
 
@@ -116,12 +116,12 @@ def test_borrowed_weights_are_kept_while_a_task_lasts() -> None:
     assert not np.array_equal(first, trained(alone, "train-borrowing", step=1))
     shares = own(node, 1, "shares")
     assert shares.shape == (2, 4)
-    # The second array of each, the bias of the hidden layer, is 0 with both.
+    # The second array of each, the bias of the hidden layer, is 0 for both.
     assert np.count_nonzero(shares, axis=1).tolist() == [2, 1]
     borrowed = np.zeros(SIZE, np.float32)
     borrowed[0], borrowed[-1], borrowed[7] = 0.5 * shares[0, 0], -shares[0, 3], 2 * shares[1, 0]
     assert own(node, 1, "borrowed") == pytest.approx(borrowed)
-    # What comes later is too late for the task; without anything it goes on with what it has.
+    # Weights that arrive later are ignored; the client keeps those it has for the task.
     copy = context(1, TASKS)
     copy.state = RecordDict(dict(node.state))
     later = trained(node, "train-borrowing", lent({3: 1.0}), step=1, task=2)

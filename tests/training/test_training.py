@@ -52,7 +52,7 @@ def test_halves_of_samples_have_nothing_in_common(count: int) -> None:
 def test_balanced_samples_have_all_classes_equally_often() -> None:
     x = np.arange(9, dtype=np.float32)[:, None]
     found = Samples(x, np.array([0, 0, 0, 0, 0, 1, 2, 2, 0])).balanced()
-    # Three of each: of the six of class 0, spread over all, and of rare ones, repeated.
+    # Three of each class: evenly spaced among the six of class 0, repeated for rare classes.
     assert found.y.tolist() == [0, 1, 2] * 3
     assert found.x.flatten().tolist() == [0, 5, 6, 2, 5, 6, 4, 5, 7]
     assert Samples(x[:5], np.array([0, 1, 0, 0, 0])).balanced().y.tolist() == [0, 1, 0, 1, 0]
@@ -63,7 +63,7 @@ def test_balanced_samples_have_all_classes_equally_often() -> None:
 def reference(
     weights: np.ndarray, x: np.ndarray, y: np.ndarray, classes: int
 ) -> tuple[float, np.ndarray]:
-    """Loss and gradient of logistic regression, flat: the matrix row by row, then the bias."""
+    """Flat loss and gradient of logistic regression: the matrix row by row, then the bias."""
     matrix = weights[:-classes].reshape(classes, -1)
     scores = x @ matrix.T + weights[-classes:]
     shares = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
@@ -108,8 +108,8 @@ def test_epochs_and_mini_batches_agree_with_numpy() -> None:
     weights = network.weights.numpy().astype(np.float64)
     x, y = samples.x.numpy().astype(np.float64), samples.y.numpy()
     loss = train(network, samples, TrainingSettings(lr=0.3, batch_size=10, local_epochs=2), rng(7))
-    # The same order: the first number that a task draws seeds torch, then comes one permutation
-    # per epoch, and mini-batches of 10, 10 and 3 samples.
+    # The same order: the first random number of a task seeds torch, then follow one permutation per
+    # epoch, and mini-batches of 10, 10 and 3 samples.
     shuffle = rng(7)
     shuffle.integers(2**63)
     total = 0.0
@@ -188,7 +188,7 @@ def test_weight_decay_of_kernels_leaves_biases_alone() -> None:
     settings = TrainingSettings(lr=0.1, local_epochs=2, weight_decay=0.5, weight_decay_on="kernels")
     train(network, Samples(X, Y), settings, rng())
     first, second = two_gradients(0.1, decay=0.5)
-    # The two biases are last.
+    # The two biases come last, and have no weight decay.
     second[4:] = two_gradients(0.1)[1][4:]
     assert network.weights.numpy() == pytest.approx(-0.1 * (first + second), rel=1e-5)
     assert mclr().kernels.tolist() == [True] * 4 + [False] * 2
@@ -201,7 +201,7 @@ def test_augmented_images_are_crops_of_reflected_ones_by_hand() -> None:
         torch.manual_seed(0)
         found = shifted_and_mirrored(x, random_moves(len(x)))
     assert found.shape == x.shape
-    # What a crop shows says where it is from.
+    # The content of a crop identifies its position.
     padded = np.pad(images, ((0, 0), (4, 4), (4, 4)), mode="reflect")
     crops = {
         crop[:, :, ::way].tobytes(): (down, across, way)
@@ -325,7 +325,7 @@ def test_the_same_seed_gives_the_same_bits(name: str) -> None:
 
 
 class WithSpareLayers(nn.Module):
-    """A large network with a layer that is frozen and one that it does not use."""
+    """A large network with a frozen layer and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ def test_dropout_is_seeded_by_the_task_and_torchs_own_generator_stays_as_it_was(
     def trained(seed: int) -> torch.Tensor:
         torch.manual_seed(99)
         module = nn.Sequential(nn.Linear(2, 16), nn.Dropout(0.5), nn.Linear(16, 2))
-        torch.manual_seed(seed)  # what the process did before must not matter
+        torch.manual_seed(seed)  # earlier use of the generator must not matter
         before = torch.get_rng_state()
         network = Network(module)
         train(network, random_samples(20), TrainingSettings(lr=0.1), rng(3))
@@ -434,7 +434,7 @@ def test_a_test_has_the_outputs_of_the_network_in_whatever_layout(
         torch.testing.assert_close(network.outputs(x), network.module(x), rtol=1e-5, atol=1e-6)
         if platform.machine() in ("x86_64", "AMD64"):
             assert len(network._first) == first
-        network.weights.mul_(2)  # The layout is made of the weights of the moment.
+        network.weights.mul_(2)  # the layout must follow changes of the weights
         torch.testing.assert_close(network.outputs(x), network.module(x), rtol=1e-5, atol=1e-6)
 
 
@@ -528,7 +528,8 @@ def test_buffers_of_batch_normalisation_travel_with_the_model() -> None:
     spec = network.read(as_record(record_of(network.module)))
     train(network, samples, TrainingSettings(lr=0.1, batch_size=10), rng())
     written = network.write(spec)
-    # 21 samples are two mini-batches of 10 and one sample that has no variance: left out.
+    # 21 samples are two mini-batches of 10, and a single one, which has no variance and is left
+    # out.
     assert from_array(written["1.num_batches_tracked"]) == 2
     assert from_array(written["1.running_mean"]).any()
     other.read(written)

@@ -1,4 +1,4 @@
-"""Elastic weight consolidation and dropout on a client: by hand, and from one task to the next."""
+"""Elastic weight consolidation and dropout on a client, by hand and between tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = ModelSpec.of(START)
 
 
 def two_weights(first: float, second: float) -> ArrayRecord:
-    """Return numbers for the matrix and the bias of one output of one input."""
+    """Return values for the matrix and the bias of a model with one input and one output."""
     return ArrayRecord(
         {
             "output.weight": to_array(np.array([[first]], np.float32)),
@@ -69,8 +69,8 @@ def test_an_elastic_step_goes_to_the_former_weights_and_never_past_them() -> Non
 
 
 def test_fisher_information_of_two_samples_by_hand() -> None:
-    # Both classes have the share 1/2. The gradients, matrix and then bias, are
-    # (1/2, 1, -1/2, -1, 1/2, -1/2) and (-1, 0, 1, 0, -1/2, 1/2).
+    # Both classes have the probability 1/2. The gradients, matrix and then bias, are (1/2, 1, -1/2,
+    # -1, 1/2, -1/2) and (-1, 0, 1, 0, -1/2, 1/2).
     network = Network(models.build("mclr", (2,), 2))
     network.weights.zero_()
     samples = Samples(np.array([[1, 2], [2, 0]], np.float32), np.array([1, 0]))
@@ -78,13 +78,13 @@ def test_fisher_information_of_two_samples_by_hand() -> None:
     assert fisher_information(network, samples).tolist() == pytest.approx(expected)
 
 
-# A client, from one task to the next.
+# A client with several tasks in turn.
 
 
 def ask(
     node: Context, step: int | None, kind: str = "train-elastic", **settings: float
 ) -> np.ndarray:
-    """Let a client train the initial model at a step of its data; return what it made of it."""
+    """Let a client train the initial model at a step of its data; return the trained model."""
     told = {name.replace("_", "-"): value for name, value in settings.items()}
     config = ConfigRecord({"kind": kind, "task": 1, **told})
     if step is not None:
@@ -99,7 +99,7 @@ def kept(node: Context, name: str) -> np.ndarray:
 
 
 def information(node: Context, step: int, weights: np.ndarray) -> np.ndarray:
-    """Return the Fisher information of a client's samples of a step."""
+    """Return the Fisher information of a client's samples at a step."""
     content = RecordDict({"arrays": SPEC.pack(weights), "config": ConfigRecord({"step": step})})
     work = work_of(Message(content, 7, "train"), node)
     work.receive(work.model)

@@ -1,4 +1,4 @@
-"""The cost of work for a device: valid and refused CPU seconds."""
+"""The cost of work for a device: valid and rejected CPU seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests beside a client's training, which they do not change."""
+"""Scores beside a client's training, which they do not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def accuracy(model: ArrayRecord, step: int) -> float:
 
 @pytest.fixture(scope="module")
 def other() -> ArrayRecord:
-    """A model that knows something."""
+    """A trained model."""
     identify_process()
     return train({"task": 5, "step": 0, "lr": 0.1, "local-epochs": 5})["arrays"]
 
@@ -47,7 +47,7 @@ def test_upload_and_download_are_tested_on_the_data_of_the_upload(other: ArrayRe
     assert metrics["accuracy-before"] == accuracy(content["arrays"], 3)
     assert metrics["accuracy-after"] == accuracy(other, 1)
     assert metrics["accuracy-after"] != accuracy(other, 3)
-    # Which are as many samples as it trained on, of the same mixture.
+    # The client has as many test samples as training samples, of the same mixture.
     assert len(datasets.client_data(CONFIG, 2, 3).y_test) == metrics["num-examples"]
 
 
@@ -70,7 +70,7 @@ def test_training_does_not_depend_on_the_tests(kind: str, other: ArrayRecord) ->
     scored = train({**asked, "scored": True, "former-step": 0}, records)
     assert plain["arrays"] == scored["arrays"]
     assert plain["metrics"]["train-loss"] == scored["metrics"]["train-loss"]
-    # Of several models the one that it goes on from is what the client has got.
+    # With several models, the score is of the one that the client continues from.
     assert scored["metrics"]["accuracy-after"] == accuracy(other, 0)
 
 
@@ -92,7 +92,7 @@ def test_a_sample_passes_once_forward_and_twice_backward() -> None:
     assert epoch_wise["sample-passes"] == 3 * 4 * examples
     by_steps = train({"scored": True, "step": 0, "local-steps": 2, "batch-size": 8})["metrics"]
     assert by_steps["sample-passes"] == 3 * 2 * 8
-    # Two models are tried on every sample before one of them is trained.
+    # Two models are evaluated on every sample before one of them is trained.
     best = train({"scored": True, "step": 0, "kind": "train-best"}, several(INITIAL, INITIAL))
     assert best["metrics"]["sample-passes"] == (2 + 3) * examples
 

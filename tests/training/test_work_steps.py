@@ -1,4 +1,4 @@
-"""Work on the data of several steps: training on them together, and scores on each."""
+"""Work on the data of several steps: joint training, and scores for each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_client_trains_on_the_data_of_several_steps_together() -> None:
     both, twice = trained({"step": 2, "steps": [1, 2]})
     assert twice == 2 * count
     assert not np.array_equal(both, plain)
-    # The step says which data are tested on, the order of the steps which samples come first.
+    # `step` only selects the test data; the order of `steps` is the order of the samples.
     assert np.array_equal(both, trained({"step": 9, "steps": [1, 2]})[0])
 
 
@@ -77,7 +77,7 @@ def test_scores_are_mean_loss_and_accuracy_of_every_model_on_every_step() -> Non
             accuracy, loss = evaluate(client.network, client.train)
             assert numbers["accuracies"][row, column] == pytest.approx(accuracy)
             assert numbers["losses"][row, column] == pytest.approx(loss)
-    # All labels are alike to a model of zeros: ln 10.
+    # A model of zeros gives all labels the same probability: ln 10.
     assert numbers["losses"][0] == pytest.approx([np.log(10)] * 3, rel=1e-5)
     count = len(datasets.client_data(DRIFTING, 3).y_train)
     assert dict(reply.metric_records["metrics"]) == {"num-examples": 3 * count}

@@ -35,7 +35,7 @@ def ask(node: Context, settings: dict[str, object], **arrays: object) -> list[fl
 
 
 def saying(label: int) -> ArrayRecord:
-    """Return a model that takes everything for one label."""
+    """Return a model that predicts one label for every input."""
     vector = np.zeros(SPEC.size, np.float32)
     vector[label - 10] = 1.0
     return SPEC.pack(vector)
@@ -89,7 +89,7 @@ def test_the_own_model_is_chosen_by_present_samples_whatever_step_is_tested() ->
     tests = {"tested-steps": [0, 1], "tested-models": [0, 0]}
     mixed = {"completed-by": "own-mixture", "own-model": 0.25}
     found = ask(node, {"step": 0, **tests, **mixed}, **several(saying(other)))
-    # The received model is right about the next step, of which the client knows nothing.
+    # The client has no own model for the next step, and the received model predicts its label.
     node.state["own-line"] = saying(other)
     assert found == ask(node, {"step": 0, **tests}, **several(saying(label)))
     assert found[0] > 0 == found[1]
@@ -126,7 +126,7 @@ def test_a_device_whose_file_was_replaced_does_not_test_on_what_it_had(tmp_path:
     other.replace(path)
     found = ask(node, {**wanted, "step": 2}, **several(initial))
     assert np.isfinite(found).tolist() == [False, False, True]
-    # So it remains; another run knows of nothing before.
+    # This stays so during the run; a new run, after `forget`, starts with the file's data.
     again = ask(node, {**wanted, "step": 3}, **several(initial))
     assert np.isfinite(again).tolist() == [False, False, True]
     forget()
