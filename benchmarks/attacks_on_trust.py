@@ -23,11 +23,11 @@ from raceme.simulation.attacks import Collude, LabelFlip, SignFlip, attackers_of
 from raceme.training.models import Samples
 
 _LENGTH = 2.0
-"""Length that ``protection=trust`` lets pass, in median lengths of honest updates."""
+"""Length that ``protection=trust`` permits, in median lengths of honest updates."""
 _JUST_BELOW = 1.95
 """A length just below it."""
 _AT_A_TIME = 4
-"""Attackers of `sybils` that are online at a time."""
+"""Number of attackers of `sybils` that are online at a time."""
 _VISIT = 6.0
 """Time that each of them stays, in tasks: with own models it makes two updates."""
 
@@ -150,7 +150,7 @@ class Pulse(SignFlip):
 
 
 class FalseGroup(LabelFlip):
-    """Attackers train on the samples of one group with flipped labels, as a group of their own."""
+    """Attackers train on the samples of one group with flipped labels, to form their own group."""
 
     mimics = True
 

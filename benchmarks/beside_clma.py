@@ -49,7 +49,7 @@ SETTINGS = {
 METHODS = ("fedavg", "feddrift-async", "ifca-async", "casa", "panicle", "standalone")
 
 Accuracies = NDArray[np.float64]
-"""Of each client at the end of each round: rounds x clients."""
+"""Accuracy of each client at the end of each round. Shape (rounds, clients)."""
 
 
 def on_clma(config: RunConfig) -> tuple[Accuracies, int]:

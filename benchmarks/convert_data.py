@@ -42,7 +42,7 @@ _MEAN = (79.79, 104.60, 15.83, 50.64, 1230.77, 57.37, 13.54, 1010.75, 2.491, 0.0
 _STD = (80.82, 91.77, 21.65, 35.13, 1160.18, 56.66, 11.44, 10.47, 13.79, 0.821, 1.246)
 _DIRECTIONS = 16
 _CARRIED = 24
-"""Hours for which the last reading replaces missing ones; later the mean does."""
+"""Hours for which the last reading replaces missing ones; after that the mean does."""
 _START = np.datetime64("2013-03-01T00", "h")
 MONTHS = {"month": 1, "season": 3, "year": 12}
 
@@ -274,7 +274,7 @@ def shakespeare(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
 
 
 _GREY, _COLOUR = (1, 28, 28), (3, 32, 32)
-"""Shapes of the images: MNIST's, or the paper's if an origin has colours."""
+"""Shapes of the images: MNIST's, or the paper's if any origin has colours."""
 _COLOURED = {"svhn", "ccpd"}
 
 
@@ -329,7 +329,7 @@ def resized(x: _Array, shape: tuple[int, ...]) -> _Array:
 
 
 def _parts(clients: int, groups: int) -> list[int]:
-    """Return how many of the clients each group has: as equal as possible, the first ones more."""
+    """Return the number of clients of each group: as equal as possible, the rest first."""
     if clients < groups:
         raise SystemExit(f"There are {groups} recordings: give at least as many --clients.")
     return [len(part) for part in np.array_split(np.arange(clients), groups)]

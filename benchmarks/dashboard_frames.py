@@ -61,7 +61,7 @@ MEASURED = {
     "another moment, map and devices": (MAP, MOMENT),
     "another moment, bottom of the page": (BOTTOM, MOMENT),
 }
-"""What is done before, and what is done in each frame."""
+"""JavaScript of each case: the preparation, and the work of each frame."""
 
 
 def make_run(folder: Path, clients: int, updates: int) -> None:

@@ -21,7 +21,7 @@ What is hashed:
   rejections; the end. This is what every redesign has to keep;
 - one hash per kind of event, over the values of its fields. Names of classes and fields are not
   hashed: a renamed class is mapped by ``RENAMED``, a renamed word by ``WORDS``;
-- ``texts``: the sentences for people in events, by themselves, since wording may change.
+- ``texts``: the texts for users in events, separately, since wording may change.
 
 All imports from Raceme and all names of the present code are in the first section.
 """
@@ -60,16 +60,16 @@ from raceme.runs.experiment import simulate
 # The present names: to be adapted when code is renamed, so that hashes stay comparable.
 
 RENAMED: dict[str, str] = {"Measured:idle": "ClientIdled", "Measured:support": "SupportChanged"}
-"""Names of events that are called otherwise now, to those in the committed file.
+"""Present names of events, mapped to those in the committed file.
 
 An event ``Measured`` is named after its measure: ``{"Measured:idle": "ClientIdled"}``.
 """
 WORDS: dict[str, str] = {}
-"""Words in events that are written otherwise now, to those in the committed file."""
+"""Present words in events, mapped to those in the committed file."""
 KEYS: dict[str, str] = {
     **{f"{name}.sampling": f"{name}.picking" for name in STRATEGIES},
 }
-"""Keys of a run that are called otherwise now, to those in the committed file."""
+"""Present keys of a run, mapped to those in the committed file."""
 _WINDOWED = ("csafl", "t-fedavg", "ta-fedavg", "g-fedavg", "ga-fedavg", "r-fedavg", "nog-fedavg")
 NEW_KEYS: frozenset[str] = frozenset(
     {"weight-decay-on", "discrepancy", "labels", "where", "own-model", "upload", "augment"}
@@ -84,16 +84,16 @@ NEW_KEYS: frozenset[str] = frozenset(
     | {"flexcfl.paper", "fedgroup.paper", "fedasync.rho", "fedasync.first-staleness"}
     | {"cfl.gamma-max", "cfl-async.gamma-max"}
 )
-"""Keys that the committed file does not have: left out of configurations."""
+"""Keys that the committed file does not have: they are left out of configurations."""
 REMOVED_KEYS: dict[str, Any] = {"never-across": "", "together": "", "trace": False}
-"""Keys that only the committed file has, with their defaults: added to keys and configurations."""
+"""Keys that only the committed file has, with their defaults, which are added to configurations."""
 REMOVED_OF_SUITES: dict[str, Any] = {"shows_forgetting": False}
 """Values of a suite that only the committed file has."""
 NEW_FIELDS = {("ClientJoined", "labels")}
-"""Fields of events that the runs of the committed file did not have: left out of hashes."""
+"""Fields that events in the committed file do not have: they are left out of hashes."""
 
 TEXTS = ("reason",)
-"""Fields of events with a sentence for people."""
+"""Fields of events with text for users."""
 WALL_CLOCK = ("started_at", "finished_at", "cpu_seconds", "wall_time")
 """Fields of events that a simulated run leaves empty, or that differ from run to run."""
 
@@ -150,7 +150,7 @@ class Ran(NamedTuple):
 def run(
     settings: Mapping[str, Any], out: Path, observe: Callable[[Any], None], stop: Callable[[], str]
 ) -> Ran:
-    """Run a configuration into a folder, or resume the run in it, and read what it leaves."""
+    """Run a configuration into a folder, or resume the run in it, and return its results."""
     keys = dict(settings)
     if (out / "config.toml").exists():
         keys = {**read_toml(out / "config.toml"), "resume": str(out), "out": ""}
@@ -213,7 +213,7 @@ def result_configurations(folder: Path) -> Iterator[dict[str, Any]]:
 # Canonical hashes.
 
 _DIGITS = 24
-"""Hexadecimal digits that are kept of a SHA-256."""
+"""Hexadecimal digits of a SHA-256 that are kept."""
 
 
 def canonical(value: Any) -> str:
@@ -321,7 +321,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "cdfl": {"proxy": "20", "pretrain": 20},
     "fedsoft-async": {"pretrain": 20},
 }
-"""What methods need, or with what they show what they do in so few updates."""
+"""Keys that methods need to run, or to show their behaviour in so few updates."""
 
 _OPTIONS = """
 ace.start=seen aced.clock=sent c-faacl.borrow=losses c-faacl.hierarchical=false
@@ -345,7 +345,7 @@ icfl-async.compare=models icfl-async.decay=polynomial ifca.by-examples=true
 ifca-async.decay=polynomial pacfl.linkage=maximum pacfl.linkage=minimum port.reference=start
 panicle.clustering=false panicle.drift=false
 """
-"""Choices of methods that are not their defaults: each is a run on data that change."""
+"""Choices of methods that differ from their defaults: each is a run on changing data."""
 
 _CHURN = """
 [device]

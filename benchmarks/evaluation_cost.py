@@ -39,7 +39,7 @@ FOLDERS = {
     "hit-bearing": "hit-bearing",
     "beijing-air": "beijing-air",
 }
-"""Where each dataset's files are below the folder of all.
+"""Folder of each dataset's files below the common one.
 
 `convert_data.py` makes the folders of the last seven.
 """

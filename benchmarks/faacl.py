@@ -5,11 +5,12 @@
 
 ``clusters``: the scenarios of the thesis on MNIST, 20 clients, 30 % of the devices five times
 slower, FAACL for 25 rounds and FAACL-Async for 600 updates. Reported are the clusters at the end,
-their purity, and the virtual time of the last change of who is where. ``--methods`` and ``--set``
+their purity, and the virtual time of the last change of the assignment. ``--methods`` and ``--set``
 choose others.
 
-``tests``: MNIST dealt to 20, 50, 100 and 200 clients in two groups of labels, logistic regression,
-until the clusters are found: device tests, rounds and seconds of wall time, flat and in partitions.
+``tests``: MNIST divided among 20, 50, 100 and 200 clients in two groups of labels, logistic
+regression, until the clusters are found: device tests, rounds and seconds of wall time, flat and in
+partitions.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TESTED: dict[str, Any] = {
     **{"dataset": "mnist", "model": "mclr", "partition": "label-groups", "groups": 2},
     **{"lr": 0.05, "batch-size": 32, "workers": "0", "max-rounds": 100, "eval-every": 10**6},
 }
-"""The runs in which tests are counted."""
+"""Settings of the runs in which tests are counted."""
 
 
 def found(method: str, scenario: str, seed: int, keys: dict[str, Any]) -> dict[str, Any]:

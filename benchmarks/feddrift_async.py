@@ -3,10 +3,10 @@
     python3 benchmarks/feddrift_async.py --seeds 0,1,2 --json feddrift-async.json
     python3 benchmarks/feddrift_async.py --seeds 0,1,2 --drifts gas --data-root data
 
-Digits, 20 clients dealt at random, 30 % of the devices five times slower, 1,200 updates. After 400
-of them half of the clients change to another concept; with four concepts, all clients change three
-times, between updates 120 and 1,080. Accuracy is the mean over the evaluations, one every 20
-updates, from 100 updates after the first change to the end.
+Digits, divided at random among 20 clients, 30 % of the devices five times slower, 1,200 updates.
+After 400 of them half of the clients change to another concept; with four concepts, all clients
+change three times, between updates 120 and 1,080. Accuracy is the mean over the evaluations, one
+every 20 updates, from 100 updates after the first change to the end.
 
 ``gas`` is a real drift: 20 clients with data of a sensor array, in four parts. Each part is one
 batch (some months) behind the one before, and all move on to their next batch after every 200 of
@@ -48,7 +48,7 @@ DRIFTS: dict[str, dict[str, Any]] = {
 }
 DIGITS = {"dataset": "digits", "partition": "iid", "max-updates": UPDATES}
 FIRST = {"concepts": UPDATES // 10, "gas": 200}
-"""Updates before the first change, where it is another one."""
+"""Updates before the first change, for drifts in which it is not at a third of the run."""
 METHODS = ("fedasync", "casa", "feddrift-async")
 
 

@@ -46,7 +46,7 @@ from raceme.runs import experiment  # noqa: E402
 from raceme.training import models  # noqa: E402
 
 SEED, MOST, EACH, FEW, TOKENS, LENGTH = 0, 60_000, 600, 40, 80, 80
-"""Samples are at most `MOST`, and `EACH` for every client, or a `FEW` for clients that are few."""
+"""At most `MOST` samples: `EACH` for every client, or `FEW` in small fleets."""
 SHOWN = 12
 """Lines of a profile."""
 

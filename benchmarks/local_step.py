@@ -31,7 +31,7 @@ from raceme.training.models import Network, Samples
 STEPS = 24
 SHAPES = {"mlp": (1, 8, 8), "mlp128": (1, 28, 28), "mlp512": (1, 28, 28), "cnn": (1, 28, 28)}
 KERNELS = ("conv", "mm", "pool", "relu", "threshold", "clamp", "tanh", "softmax", "nll_loss", "sum")
-"""Parts of the names of operators that calculate; all others move, fill, view or record."""
+"""Parts of the names of computing operators; all others move, fill, view or record data."""
 
 
 def least(work: Callable[[], object], repeats: int, count: int = STEPS) -> float:

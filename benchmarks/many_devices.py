@@ -178,7 +178,7 @@ def be_server(address: str, devices: int, seconds: float, weights: int) -> None:
 # Light devices.
 
 _making = threading.Lock()
-"""Flower keeps in one place of a process on whose behalf it makes messages."""
+"""The source of Flower's messages is a global of the process."""
 
 
 def be_device(

@@ -35,7 +35,7 @@ TRAINING = ConfigRecord(
     }
 )
 START = 200
-"""Updates after which the time of an update is measured."""
+"""Updates before the measurement starts."""
 
 
 class TimedApp(ClientApp):

@@ -1,6 +1,6 @@
 """A dataset of UCI HAR with few windows of motion per person, and phones carried in different ways.
 
-`benchmarks/alone_or_together.toml` uses it: with phones turned at random, no common model learns.
+`benchmarks/alone_or_together.toml` uses it: with phones rotated at random, no common model learns.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Frames per second of plotting libraries: a line of 10,000 points, drawn anew for each frame.
+"""Frames per second of plotting libraries: a line of 10,000 points, redrawn for each frame.
 
     npm pack uplot echarts plotly.js-dist-min      # and unpack them
     python benchmarks/plotters.py uplot=uPlot.iife.min.js plotly=plotly.min.js

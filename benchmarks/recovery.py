@@ -2,7 +2,7 @@
 
     python3 benchmarks/recovery.py --seeds 0,1,2 --plot recovery.png
 
-Digits, turned by 0, 90, 180 or 270 degrees in four groups of four clients; 480 updates. Half way
+Digits, rotated by 0, 90, 180 or 270 degrees in four groups of four clients; 480 updates. Half way
 each client exchanges all its data with another. The model that a client receives in return for an
 upload is tested on the client's test data at that upload. The table averages this over the clients
 whose group has changed, by the number of uploads since the exchange, and compares it with their

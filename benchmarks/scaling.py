@@ -35,9 +35,9 @@ from raceme.reporting.style import new_figure, save_figure, series_colour, serie
 
 FLOWER = "fedasync on Flower's Ray"
 LONGEST = 100
-"""Clients up to which Flower's Ray engine is asked."""
+"""Largest number of clients with which Flower's Ray engine is run."""
 STARTED = 80
-"""Updates until workers count as started: twice as many as there are clients."""
+"""Updates after which workers count as started: twice the number of clients."""
 Point = dict[str, Any]
 
 

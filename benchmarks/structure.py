@@ -33,7 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         {"flower"},
     )
 )
-"""The rooms from the top floor down. A room imports from lower floors only."""
+"""The packages ("rooms") from the top layer down. A room imports from lower layers only."""
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,15 @@ _FLOWERS = frozenset(
         "aggregate_evaluate",
     }
 )
-"""What Flower's own `Strategy` has."""
+"""Methods of Flower's own `Strategy`."""
 
 
 def hooks(package: Path = PACKAGE) -> dict[str, list[str]]:
     """Return what a method may override, each with the classes that do.
 
     These are the public names of `Method` that it lists under its heading "Hooks", and all others
-    that a method in `strategies` defines too. An annotation that only narrows a type is none, and
-    what every strategy of Flower has is Flower's.
+    that a method in `strategies` defines too. Annotations that only narrow a type do not count, nor
+    do methods of Flower's own strategies.
     """
     source = (package / "core" / "strategy.py").read_text(encoding="utf-8")
     base = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "Method")

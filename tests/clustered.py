@@ -21,11 +21,11 @@ from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import Method, Plan
 
 NUMBERS = itertools.count()
-"""Numbers of requests, which are never used twice."""
+"""Numbers of requests, which are unique."""
 GROUPS = [index % 3 for index in range(12)]
 CENTRES = 0.5 + 3.0 * np.eye(3, 8)
 TIMEOUT = 60.0
-"""Where the clients of three groups pull the model."""
+"""Targets of the clients of three groups."""
 
 
 def centre_losses(vectors: Sequence[Vector], proxy: int = 0) -> np.ndarray:

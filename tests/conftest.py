@@ -67,7 +67,7 @@ _LONGEST = (
     "test_serve_app.py",
     "test_serve_useless_replies.py",
 )
-"""Files that take long: begun last, they would leave one process alone."""
+"""Slow files, which start first: at the end they would occupy one process while others idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ MODEL = ArrayRecord({"w": Array(np.zeros(4, np.float32)), "b": Array(np.zeros((2
 
 
 Change = Callable[[Message, int], Message]
-"""What a test does to a client's reply to a training message; the number is its partition."""
+"""Changes a client's reply to a training message; the number is the client's partition."""
 
 
 def pulled_app(
@@ -162,7 +162,7 @@ STATISTICS = {
     "gradient": gradient_of,
     "label-masses": masses_of,
 }
-"""What a client states of its data, by the kind of work."""
+"""The client's statistics of its data, by the kind of work."""
 
 
 def tests_of(content: RecordDict, wanted: np.ndarray | None) -> RecordDict:

@@ -46,7 +46,7 @@ def messages(grid, kind="train"):
 @app.main()
 def main(grid: Grid, context: Context) -> None:
 """
-"""The beginning of a ServerApp: the body of `main` follows."""
+"""Start of a ServerApp, which the body of `main` follows."""
 
 CLIENT = """
 import random

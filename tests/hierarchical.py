@@ -1,7 +1,7 @@
 """Hierarchy: clusters with a shared parent model, as a newcomer writes it from the docs.
 
 Every update goes into the parent and into its client's cluster; a client is served their weighted
-mean. A client's first update founds a cluster, unless it points the way of one that there is.
+mean. A client's first update founds a cluster, unless its direction is that of an existing one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Hierarchy(Method):
     state: HierarchyState
 
     def initialize(self, vector: Vector) -> None:
-        """There is the parent only."""
+        """Start with the parent only."""
         self.clusters = Clusters({PARENT: Model(vector)})
         self.state = HierarchyState()
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
 LOWEST, HIGHEST = "lowest-direct", "highest"
 SHOWN = ("numpy", "scipy", "scikit-learn", "pandas", "torch", "flwr", "typer", "starlette")
-"""Packages whose versions the table has."""
+"""Packages whose versions are in the table."""
 
 
 def main() -> None:

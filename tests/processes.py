@@ -232,7 +232,7 @@ def wait_until(
 
 
 _PORTS = iter(random.Random(os.getpid()).sample(range(10_000, 32_000), 22_000))
-"""Below those that the system gives to connections, in an order of each test process's own."""
+"""Ports below the ephemeral range, in an order that differs between test processes."""
 
 
 def resident_memory(process_id: int) -> int:

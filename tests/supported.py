@@ -14,10 +14,10 @@ from raceme.strategies.faacl import LEND, MATCH
 
 SAMPLES = 8
 SPREAD = np.linspace(0.0, 0.01, SAMPLES)
-"""Samples differ a little, alike under all models."""
+"""Small differences between samples, equal for all models."""
 
 Said = dict[str, dict[int, float]]
-"""The loss of each cluster's model at each client."""
+"""Loss of each cluster's model on each client's samples."""
 
 
 class SupportBench(Bench):

@@ -24,7 +24,7 @@ GUIDE = ROOT / "docs" / "guide"
 MOST_WORDS = 750
 BLOCK = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```', re.MULTILINE | re.DOTALL)
 NOT_TYPED = ("latex", "sh")
-"""Blocks for other programs, and commands that need other machines or a GPU."""
+"""Languages of blocks for other programs, and of commands for other machines or a GPU."""
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:

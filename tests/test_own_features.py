@@ -27,7 +27,7 @@ from raceme.runs.checkpoints import read_tree
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 CLIP, REPORT = "my_features:Clip", "my_features:Battery"
 BATTERY = "my_battery:Battery"
-"""A longer one, with a state on both sides, options and shorter training."""
+"""A longer example: state on both sides, options, and shorter training."""
 RUN = ["run", "--strategy", "fedasync", "--clients", "6", "--devices", "uniform"]
 
 

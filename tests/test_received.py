@@ -39,7 +39,7 @@ FOLDER = "inbox/from-a-colleague"
 PACKAGE = FOLDER.replace("/", ".")
 CONFIG_FILE, SUITE = f"{FOLDER}/config.toml", f"{FOLDER}/suite.toml"
 CODE = f"{PACKAGE}.pwn:hit"
-"""Folders are packages, dashes or not, as the current folder can be imported."""
+"""Code in the folder, which can be imported as a package, also with dashes in its name."""
 
 PWN = """
 from pathlib import Path

@@ -42,7 +42,7 @@ TESTS = {
         "test_received.py::test_an_archive_is_never_unpickled",
     ],
 }
-"""Tests of what each party is not trusted with."""
+"""Tests that show what each party cannot do."""
 
 
 def table(heading: str) -> list[list[str]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 DATA_ROOT = "PEERS_DATA_ROOT"
-"""Environment variable: Flower's `run_simulation` hands a ClientApp no configuration."""
+"""Environment variable, because Flower's `run_simulation` passes no configuration to clients."""
 
 training, idle = ClientApp(), ClientApp()
 

@@ -1,4 +1,4 @@
-"""AFL-Lib: its FedAvg and its FedAsync. Its code is run from a folder of its own, as it asks."""
+"""AFL-Lib: its FedAvg and its FedAsync. Its code runs from its own folder, as it requires."""
 
 from __future__ import annotations
 

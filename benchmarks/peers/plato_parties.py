@@ -14,7 +14,7 @@ from plato.servers import fedavg
 from torch.utils.data import TensorDataset
 
 DATA_ROOT = "PEERS_DATA_ROOT"
-"""Environment variable: the data set is made in every client's process."""
+"""Environment variable, because each client's process creates the dataset."""
 
 
 class Images(base.DataSource):

@@ -34,7 +34,7 @@ BATCH = 10
 STEPS = SAMPLES // BATCH
 LEARNING_RATE = 0.05
 MIXING = 0.6
-"""Of an asynchronous method: FedAsync's α, which no staleness makes smaller."""
+"""Constant weight of an update in asynchronous methods, FedAsync's α without decay."""
 
 _OF_EACH_CLIENT = 600
 _MEAN, _DEVIATION = 0.1307, 0.3081

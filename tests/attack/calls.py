@@ -64,7 +64,7 @@ with grpc.insecure_channel(told["address"], options) as channel:
     except grpc.RpcError as error:
         print(error.code().name)
 """
-"""A peer with a memory of its own, that sends so many bytes in a call."""
+"""A peer with its own memory, which sends this many bytes in a call."""
 
 
 def attack(subject: str, rng: random.Random, folder: Path) -> None:

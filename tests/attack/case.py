@@ -14,10 +14,10 @@ from time import perf_counter
 from raceme.core.errors import UserError
 
 Attack = Callable[[str, random.Random, Path], None]
-"""Plays a case of a subject with a generator, in an empty folder; raises if something is broken."""
+"""Plays a case of a subject with a generator, in an empty folder; raises an error for a finding."""
 
 _LONGEST = 2500
-"""Letters of a finding at most."""
+"""Maximum number of characters of a finding."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Category:
     Attributes
     ----------
     name : str
-        What it is called.
+        Name of the category.
     subjects : Sequence[str]
         Subjects of the attacks, in turn.
     attack : Attack

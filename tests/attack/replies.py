@@ -60,7 +60,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         **{"proxy": "20", "pretrain": 20, "pretrain-epochs": 1},
     },
 }
-"""What a method needs; some are played with data that change as well."""
+"""Keys that methods need; some methods are also played with changing data."""
 
 
 def _value(rng: random.Random) -> Any:

@@ -1,4 +1,4 @@
-"""The command line as a user types it, in processes of its own."""
+"""The command line as a user types it, in separate processes."""
 
 from __future__ import annotations
 

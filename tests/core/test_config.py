@@ -147,7 +147,7 @@ def test_a_written_file_gives_the_same_run(strategy: str, tmp_path: Path) -> Non
 TEXTS = st.text(
     st.characters(codec="utf-8", exclude_categories=("Cs",), exclude_characters="\0"), max_size=12
 )
-"""What a path can be made of: no path holds a NUL."""
+"""Alphabet of paths, which cannot contain NUL."""
 
 
 @settings(max_examples=60)

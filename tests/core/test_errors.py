@@ -36,7 +36,7 @@ def test_a_definition_of_a_script_is_called_by_its_own_name(kind: str) -> None:
 ROOT = Path(__file__).parents[2] / "raceme"
 ROOMS = ("core", "strategies", "flower", "fleet")
 OF_THE_DEVICE = {"device.py", "tasks.py"}
-"""Each line of these is about the device itself, which the formatter knows."""
+"""Log lines of these files are about the device itself, whose name the formatter adds."""
 LEVELS = {"debug", "info", "warning", "error", "log"}
 NAMES = {"client", "client_id", "device", "node", "node_id"}
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]

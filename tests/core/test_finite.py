@@ -28,9 +28,9 @@ from raceme.training.clients import probe_of
 _CLIENTS, _UPDATES = 4, 24
 _ATTACKER = "client-1"
 HUGE = (3.4e38, 1e30, 1e19)
-"""Squared, these are beyond float32."""
+"""Their squares exceed the range of float32."""
 LARGEST = 3e13
-"""A model of the 650 weights of digits' linear model that consists of this is let in."""
+"""Largest value that is accepted in all 650 weights of digits' linear model."""
 OTHERWISE: dict[str, dict[str, Any]] = {
     "cdfl": {"proxy": "5"},
     # These methods keep the last of several layers on the client.

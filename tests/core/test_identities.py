@@ -25,7 +25,7 @@ from raceme.runs.experiment import simulate
 from raceme.strategies import FedAsync
 
 PUBLIC = [ec.generate_private_key(ec.SECP384R1()).public_key() for _ in range(4)]
-"""Keys of devices; c0 has the first."""
+"""Public keys of devices, beginning with c0."""
 
 
 def line(key: int, name: str) -> str:

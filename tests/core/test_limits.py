@@ -36,7 +36,7 @@ from raceme.strategies.casa.buffers import Sketches
 
 DEEP = "[" * 100_000 + "]" * 100_000
 SHALLOW = "[" * 200 + "]" * 200
-"""What a parser reads, and a function that walks through it might not."""
+"""Nesting that a parser accepts, but that may exceed Python's recursion limit elsewhere."""
 LONG = "9" * 10_000
 
 

@@ -17,7 +17,7 @@ from raceme.simulation import Device
 from raceme.strategies import Plan
 
 LONG = 500.0
-"""A run that does not notice that it is at rest ends here, and not never."""
+"""Time limit of a run that does not detect its quiescence."""
 
 
 def run(

@@ -132,7 +132,7 @@ def test_a_client_backs_off_longer_after_each_invalid_reply() -> None:
     broken = pulled_app(change=lambda reply, index: fails(reply, index) if index else reply)
     seen = run(half(), grid_of(broken, devices(1.0, 1.0)), num_rounds=300)
     times = [r.time for r in of(events.UpdateRejected, seen)]
-    # A task takes 1 s; the rests are 0, 1, 3, 7, 15, 31, 60, 60, …
+    # A task takes 1 s; the pauses are 0, 1, 3, 7, 15, 31, 60, 60, …
     assert np.diff([0.0, *times]).tolist() == [1, 1, 2, 4, 8, 16, 32, 61, 61, 61]
 
 

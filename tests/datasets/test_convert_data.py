@@ -55,7 +55,7 @@ def test_harbox_is_standardised_over_its_people(tmp_path: Path) -> None:
     data = datasets.load(config)
     assert (data.x.shape, data.num_classes) == ((10, 900), 5)
     assert data.users is not None
-    # People 1, 2 and 10, in the order of their numbers; Call 0, Hop 1, typing 2, Walk 3, Wave 4.
+    # People 1, 2 and 10, in numeric order; classes Call 0, Hop 1, typing 2, Walk 3, Wave 4.
     assert [data.y[own].tolist() for own in data.users] == [[1, 1, 2, 2], [0, 0, 0, 4], [3, 3]]
     axes = data.inputs(np.arange(10)).reshape(-1, 9)
     np.testing.assert_allclose(axes.mean(axis=0), 0.0, atol=1e-5)

@@ -363,7 +363,7 @@ def test_files_of_different_shapes_do_not_make_one_dataset(tmp_path: Path) -> No
         datasets.true_groups(npz_config(tmp_path / "{client}.npz", clients=2))
 
 
-# --- what is left to the dataset ----------------------------------------------------------------
+# --- defaults of the dataset ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -405,5 +405,5 @@ def test_groups_that_fit_stay_and_those_of_people_do_not_matter(
     assert datasets.with_fitting_groups(people) is people
     assert not caplog.messages
     skewed = datasets.with_fitting_groups(RunConfig(clients=3, partition="rotation-groups"))
-    # Three groups turn their images by thirds of a circle, not by quarters.
+    # Three groups rotate their images by multiples of 120 degrees, not of 90.
     assert datasets.true_groups(skewed) == (0, 1, 2)

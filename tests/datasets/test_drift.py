@@ -459,7 +459,7 @@ def test_swaps_are_a_permutation_at_any_step(step: int, seed: int) -> None:
     assert sorted(origins.tolist()) == list(range(12))
 
 
-# The drift `concepts`: labels that are exchanged, at each client from steps of its own on.
+# The drift `concepts`: exchanged labels, from different steps on for each client.
 
 
 def concepts_config(**keys: object) -> RunConfig:
@@ -526,7 +526,7 @@ def test_a_drift_that_the_data_cannot_have_is_an_error(keys: dict[str, object], 
         datasets.true_groups(concepts_config(**keys))
 
 
-# Data that change: clients whose data are a mixture of distributions, drawn anew.
+# Data that are a mixture of distributions, drawn again at each step.
 
 
 def test_a_mixture_has_its_main_group_and_the_others_share_what_is_left() -> None:

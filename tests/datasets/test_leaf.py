@@ -186,7 +186,7 @@ def test_the_seed_draws_which_characters_a_writer_keeps() -> None:
 
 
 def test_characters_in_turn_go_round_as_far_as_a_writer_has_them() -> None:
-    # Writers 0 to 2 have a to d, twice each, but for writer 2, who has no d.
+    # Writers 0 and 1 have a to d, twice each; writer 2 has a to c.
     y, writer = np.tile(np.arange(36, 40), 6), np.arange(3).repeat(8)
     has_it = ~((writer == 2) & (y == 39))
     options = CharacterOptions("a-d", classes_per_writer=2, writers_classes="in-turn")

@@ -39,7 +39,7 @@ def test_every_file_is_a_client_in_the_order_of_the_numbers(tmp_path: Path) -> N
     assert (config.clients, config.model) == (2, "mlp")
     assert datasets.client_names(config) == ("person-2", "person-10")
     data = datasets.client_data(config, 0)
-    # 2 comes before 10; four fifths of ten samples are for training.
+    # Files are in numeric order, 2 before 10; four fifths of ten samples are for training.
     assert (len(data.y_train), len(data.y_test)) == (8, 2)
     assert datasets.data_shape(config) == DataShape((3,), 3)
     assert len(datasets.all_clients(folder(tmp_path, clients=1))) == 1
@@ -230,7 +230,7 @@ def test_usps_files_of_16_by_16_pixels_are_read(tmp_path: Path) -> None:
         datasets.load(RunConfig(dataset="usps"))
 
 
-# What dataset.toml says.
+# Settings in dataset.toml.
 
 
 def test_a_description_has_the_defaults_of_runs(tmp_path: Path) -> None:

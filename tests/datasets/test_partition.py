@@ -197,7 +197,7 @@ def test_power_law_sizes_are_uneven_under_label_skew_too(name: str) -> None:
 
 
 def test_log_normal_sizes_are_uneven_as_in_the_papers_mnist() -> None:
-    # FedProx tells a mean of 69 and a deviation of 106 for two classes and 1,000 clients.
+    # FedProx reports a mean of 69 and a deviation of 106 for two classes and 1,000 clients.
     labels = np.repeat(np.arange(10), 7000)
     deviations = []
     for seed in range(5):
@@ -364,7 +364,7 @@ def test_fitting_groups_always_fit(parts: list[int], clients: int, labels: int) 
         assert largest_remainder(total, shares).min() > 0
 
 
-# The scenarios of FAACL's thesis: who has which samples, and how a group sees them.
+# The scenarios of FAACL's thesis: samples of each client, and transformations of each group.
 
 
 def config_of(scenario: str, **keys: object) -> RunConfig:

@@ -1,4 +1,4 @@
-"""The suites of CDFL's Table 1: the published numbers, and what is run."""
+"""The suites of CDFL's Table 1: the published numbers, and the settings."""
 
 from __future__ import annotations
 

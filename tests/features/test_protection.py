@@ -59,7 +59,7 @@ from raceme.strategies import (
 )
 
 START = write(np.full(8, 3.0))
-"""The initial model: as long as what clients pull it to, so that no first update looks too long."""
+"""The initial model, as long as the targets, so that no first update looks too long."""
 ATTACKER = "c5"
 UPDATES = 100
 METHODS = [
@@ -71,11 +71,11 @@ METHODS = [
     Panicle,
     *(FedAvg, CFL, IFCA, FAACL),
 ]
-"""Every asynchronous method, and some in rounds."""
+"""Every asynchronous method, and some round-based ones."""
 
 
 Poison = Callable[[np.ndarray], np.ndarray]
-"""What one client sends instead of its model."""
+"""Returns the model that one client sends instead of its own."""
 STRAY = np.tile(np.array([1.0, -1.0], np.float32), 4)
 
 
@@ -277,7 +277,7 @@ def growing_fleet() -> VirtualGrid:
 FEW_FIRST = {
     name: {"pretrain": 2, "groups": 2} for name in ("flexcfl", "flexcfl-async", "fedgroup")
 }
-"""Parameters with which some clients are still to be placed when others have groups."""
+"""Parameters with which some clients are not placed yet when others have groups."""
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

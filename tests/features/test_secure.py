@@ -63,7 +63,7 @@ from raceme.training.models import initial_arrays
 
 KEPT = {"dataset": "digits", "model": "mclr", "devices": "uniform", "workers": "0", "seed": 1}
 Changed = Callable[[Message, Message, Context], Message | None]
-"""Returns the reply of a client in place of its honest one, given message, reply and context."""
+"""Replaces a client's honest reply, given message, reply and context."""
 
 
 # -----------------------------------------------------------------------------

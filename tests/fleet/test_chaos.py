@@ -29,8 +29,8 @@ from raceme.runs.experiment import simulate
 
 CLIENTS = 7
 KILLED, FAR_AWAY, LEAVING, NEWCOMER = 0, 1, 2, 6
-"""Of clients 0 to 2, one label group, and 3 to 6, the other. A newcomer begins with the model of
-the larger cluster."""
+"""Clients 0 to 2 have one label group, 3 to 6 the other. The newcomer starts with the model of the
+larger cluster."""
 KEYS = {
     "strategy": "casa",
     "dataset": "digits",
@@ -44,8 +44,8 @@ KEYS = {
 }
 SAVED_EVERY = 10
 FURTHER = 120
-"""Updates after the last resume: enough for a device to come back that was about to be sent a
-message whose sender died, for the rest of which it waits half a minute."""
+"""Updates after the last resume: enough for a device to rejoin that waits half a minute for the
+rest of a message whose sender was killed."""
 FIRST_UPDATE = r"update +(\d+) "
 
 

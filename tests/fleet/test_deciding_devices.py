@@ -23,7 +23,7 @@ WISHES = {
     "rambler": ("--when", f"poisson={INTERVAL}s"),
     "drifter": ("--when", "drift=10%", "--look", "1s"),
 }
-"""What each device is told of when it is to speak."""
+"""The option of each device that determines its request times."""
 DISTRIBUTIONS = {"ticker": 0, "rambler": 1, "drifter": 0}
 
 

@@ -25,7 +25,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
-"""Makes a Python process one that has not got the packages of the extra."""
+"""Hides the packages of the extra from a Python process."""
 
 DEVICE = """
 import raceme.cli, raceme.fleet.device
@@ -48,7 +48,7 @@ for kind in ("query", "train", "evaluate"):
 private = {"local-dp-epsilon": 50.0, "local-dp-clip": 1.0}
 assert not answer("train", **private).has_error()
 """
-"""Answers messages as `raceme device` does."""
+"""Answers messages like `raceme device`."""
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,7 +97,7 @@ class Look(logging.Handler):
 logging.getLogger("raceme.device").addHandler(Look())
 device(DeviceArguments(superlink=ADDRESS, insecure=True))
 """
-"""Says of a device that has just come online what it has loaded, and stops it."""
+"""Reports the modules that a device has loaded once it is online, and stops it."""
 
 
 def test_a_device_is_online_when_it_can_begin_to_work() -> None:

@@ -12,7 +12,7 @@ from raceme.records.record import read_run
 
 RUN = ["--strategy", "fedasync", "--dataset", "digits", "--clients", "1", "--groups", "1"]
 RUN += ["--model", "cnn", "--max-updates", "3", "--eval-every", "1", "--seed", "5"]
-"""One device at a time: replies come in one order."""
+"""One device at a time, so that the order of replies is fixed."""
 
 
 def models_of(folder: Path, start: Callable[[Loopback], Process]) -> tuple[dict[str, bytes], Path]:

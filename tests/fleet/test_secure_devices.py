@@ -17,7 +17,7 @@ from raceme.runs.checkpoints import CHECKPOINTS, read_tree
 
 DEVICES = 7
 VICTIMS = {0: (SHARES, 1), 1: (MASKED, 2), 2: (UNMASK, 3)}
-"""Devices that die in a stage, of so many cohorts."""
+"""Devices that are killed in a stage, each after a number of cohorts."""
 
 # A device that keeps a copy of each of its updates, and kills itself at a given point. A late one
 # sends no announcement until it is allowed.

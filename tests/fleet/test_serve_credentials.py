@@ -71,7 +71,7 @@ def test_files_that_do_not_belong_together_are_refused(folder: Path, tmp_path: P
 
 
 def redate(folder: Path, name: str, since: datetime.datetime) -> None:
-    """Make a certificate anew, valid for a day."""
+    """Issue a certificate again, valid for a day."""
     old = x509.load_pem_x509_certificate((folder / name).read_bytes())
     authority = load_pem_private_key((folder / "ca.key").read_bytes(), None)
     made = (

@@ -27,7 +27,7 @@ KITCHEN = {"device-id": "kitchen", "data-file": "/data/kitchen.npz"}
 
 
 def ask(config: str, trust: Trust = OWN, **node: str | bool) -> None:
-    """Let a device look at a run of Raceme's own app with a configuration, as TOML."""
+    """Let a device check a run of Raceme's own app with a configuration, as TOML."""
     version = raceme.__version__
     data = bundle(pyproject=project("raceme", "raceme", version, config))
     run = announced(data, "raceme/raceme", version)

@@ -189,7 +189,7 @@ TASKS = dict.fromkeys(
         *("forgetting", "backward_transfer", "forward_transfer"),
     )
 )
-"""Of runs that do not test on all tasks."""
+"""Keys of runs without tests on all tasks."""
 
 
 @pytest.mark.parametrize(("guess", "is_said"), [(0.75, True), (0.7, False), (None, False)])
@@ -370,7 +370,7 @@ def test_members_of_a_split_that_are_offline_are_in_its_parts() -> None:
 
 
 def test_nobody_is_in_a_cluster_that_was_split() -> None:
-    # b is in neither child: its cluster is unknown, but the parent no longer exists.
+    # b is in neither child: its cluster is unknown, as the parent has been split.
     events = [*joined(a=0, b=1), assigned(a=0, b=0), split(0, {1: ("a",), 2: ()})]
     run = observed(events)
     assert run.membership.sizes() == {1: 1}

@@ -45,9 +45,9 @@ pytestmark = [
 NAMES = (
     "return [...document.querySelectorAll('#panel-runs tbody th bdi')].map((b) => b.textContent)"
 )
-"""The runs in the table of several, in its order."""
+"""The runs in the overview table, in its order."""
 HOSTILE = "\u202e<img src=x onerror=alert(1)>\u2066\u202d" + "<b>" * 33
-"""128 letters: a client may call itself so."""
+"""128 characters, the maximum of a client's name."""
 
 
 class Browser:

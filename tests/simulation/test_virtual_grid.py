@@ -28,7 +28,7 @@ from raceme.simulation import Device, Node, VirtualGrid
 from raceme.simulation.virtual_grid import EventQueue
 
 HUNDRED_BYTES = ArrayRecord({"w": Array("uint8", (99,), "raw", bytes(99))})
-"""99 bytes of data and one of its name."""
+"""99 bytes of data, and one byte of the name."""
 
 
 def echo_app() -> ClientApp:

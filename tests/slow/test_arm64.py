@@ -21,7 +21,7 @@ from raceme.records.record import read_run
 
 TOOLS = ("debootstrap", "dpkg-deb", "qemu-aarch64-static")
 TORCH = "torch==2.10.*"
-"""The latest whose wheels for arm64 are for the CPU, as docs/raspberry-pi.md says."""
+"""The latest version whose arm64 wheels are for the CPU, as docs/raspberry-pi.md says."""
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,7 +19,7 @@ from processes import ROOT, raceme
 VARIABLE = "RACEME_APPS"
 SECONDS = 1200
 CLIENTS = "5"
-"""As many as the most demanding of Flower's examples waits for."""
+"""The number of clients that the most demanding of Flower's examples waits for."""
 
 
 def is_app(folder: Path) -> bool:

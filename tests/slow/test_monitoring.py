@@ -23,7 +23,7 @@ from raceme.flower.fleet_client import Endpoint
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 VARIABLE = re.compile(r"\$\{[A-Z_]+:-([^{}]*)\}")
 SHORTER = {"1d": "60s", "30m": "20s", "10m": "2s", "5m": "2s", "2m": "10s", "> 300": "> 16"}
-"""Times of the alerts, so that a test can wait for them."""
+"""Durations of the alerts, shortened for the test."""
 
 
 def command_of(service: str, file: str, places: dict[str, str]) -> list[str]:

@@ -60,8 +60,8 @@ def test_complete_linkage_on_four_clients() -> None:
 THREE_WAYS = np.array(
     [[0.0, 0.6, 0.4, 0.7], [0.6, 0.0, 0.3, 0.8], [0.4, 0.3, 0.0, 0.1], [0.7, 0.8, 0.1, 0.0]]
 )
-"""First 2 and 3 are joined (0.1). Then 0 and 1 are at 0.6 of each other, and at 0.7 and 0.8 of the
-farther, 0.4 and 0.3 of the nearer, 0.55 and 0.55 of the mean of 2 and 3."""
+"""First 2 and 3 are joined (0.1). Then 0 and 1 are 0.6 apart; their distances to {2, 3} are 0.7 and
+0.8 (maximum), 0.4 and 0.3 (minimum), 0.55 and 0.55 (mean)."""
 
 
 def test_complete_and_single_linkage_differ() -> None:

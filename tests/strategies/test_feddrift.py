@@ -343,7 +343,7 @@ DIGITS = {
     **{"drift": "concepts", "concept-steps": 6, "concept-samples": "same", "drift-seed": 7},
     **{"devices": "uniform", "eval-every": 1000, "lr": 0.1, "local-steps": 8},
 }
-"""Data of the same samples at every step, of which two labels are exchanged from some step on."""
+"""The same samples at every step, with two labels exchanged from some step on."""
 
 
 def test_two_concepts_on_digits_end_with_two_models_of_the_right_clients(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_a_release_of_data_is_no_shift_below_a_fifth_of_all_data(strategy: type)
     round_of(method, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
     method.on_answer(counts_of(method, "c0", [15, 0], 15, whole=40))
     assert method.state.cold == {}
-    # 9 more than at first: 4.5 is beyond it. A device that states no more has what it stated first.
+    # 9 more than at first: 4.5 is beyond it. Without `whole`, n_i is that of the first report.
     method.on_answer(counts_of(method, "c0", [19, 0], 19, whole=40))
     method.on_answer(counts_of(method, "c1", [13, 0], 13))
     assert method.state.cold == {"c0": True, "c1": True}

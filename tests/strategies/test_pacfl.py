@@ -26,9 +26,9 @@ def answer(client: str, directions: Any) -> Answer:
 
 def test_the_least_angle_of_two_subspaces_by_hand() -> None:
     one = np.hstack([column(0), column(90)])
-    # 30° from the first, 60° from the second: the least entry counts.
+    # 30° from the first and 60° from the second direction: the smallest entry counts.
     assert least_angle(one, column(30)) == pytest.approx(30, abs=1e-4)
-    # An opposite direction is far: entries have a sign.
+    # The opposite direction is far away, because entries are signed.
     assert least_angle(column(0), column(170)) == pytest.approx(170, abs=1e-3)
 
 
@@ -45,8 +45,8 @@ def test_both_sides_of_beta(how: str, joined: float) -> None:
 
 
 def test_the_average_is_that_of_two_rows_whatever_their_sizes() -> None:
-    # {0, 1} joins 2 at 2: the mean of 0 and 1's rows to 3 is 6; with 2's, 4: (6 + 4) / 2 = 5, and
-    # not (6 + 6 + 4) / 3.
+    # {0, 1} joins 2 at 2: the mean of the rows of 0 and 1 for 3 is 6, and with 2's, 4, it is (6 +
+    # 4) / 2 = 5, not (6 + 6 + 4) / 3.
     angles = np.array([[0, 1, 2, 6], [1, 0, 2, 6], [2, 2, 0, 4], [6, 6, 4, 0]], float)
     assert agglomerated(angles, 5.0, "average").tolist() == [0, 0, 0, 0]
     assert agglomerated(angles, 4.99, "average").tolist() == [0, 0, 0, 1]
@@ -119,7 +119,7 @@ def test_it_can_be_restored() -> None:
     check_it_can_be_restored(PACFL)
 
 
-# Groups that are found anew.
+# Clustering again.
 
 
 def test_labels_are_named_so_that_most_clients_stay() -> None:
@@ -134,7 +134,7 @@ def test_regrouping_founds_copies_and_gives_empty_clusters_up() -> None:
     for client, home in (("a", 0), ("b", 1), ("c", 1), ("d", 1)):
         clusters.assign(client, home)
     regroup(clusters, ["a", "b", "c", "d"], np.array([0, 0, 1, 0]))
-    # The larger part of cluster 1 is 1 still; c is alone in a copy of it, and 0 is empty.
+    # Cluster 1's larger part keeps it; c is alone in a copy of it, and cluster 0 is empty.
     assert {client: clusters.main(client) for client in "abcd"} == {"a": 1, "b": 1, "c": 2, "d": 1}
     assert sorted(clusters.models) == [1, 2]
     assert clusters.models[2].vector.tolist() == [1, 1]

@@ -29,7 +29,7 @@ from flgo.experiment.logger import BasicLogger  # noqa: E402
 from flgo.simulator.base import BasicSimulator  # noqa: E402
 
 SECOND = 20
-"""Units of FLGo's clock, which counts in whole ones."""
+"""Units of FLGo's clock, which is integral, per virtual second."""
 slow = method.slowness(seed)
 random.seed(seed)
 # torch 2.13 calls `__getitems__` of a subclass that overrides `__getitem__`.

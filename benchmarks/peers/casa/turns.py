@@ -36,7 +36,7 @@ FILES = {
     "flgo": ["method.py", "flgo_data.py", "on_flgo.py"],
     "flower": ["method.py", "flower_client.py", "on_flower.py"],
 }
-"""What a user writes."""
+"""Files that a user of each framework writes."""
 
 
 def run(name: str, python: Path, seed: int, cache: Path, folder: Path) -> dict[str, Any]:

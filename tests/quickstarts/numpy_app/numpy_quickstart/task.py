@@ -1,4 +1,4 @@
-"""The data of a partition, and what is learned from them."""
+"""The data of a partition, and the training."""
 
 import numpy as np
 

@@ -11,7 +11,7 @@ app = ServerApp()
 
 
 class InOrder(FedAvg):
-    """FedAvg that adds models up in the order of the partitions, whoever answers first."""
+    """FedAvg that sums models up in the order of the partitions, not of their arrival."""
 
     def aggregate_train(self, server_round, replies):
         """Sort the replies."""
