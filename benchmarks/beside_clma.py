@@ -1,4 +1,4 @@
-"""CLMA, a Flower strategy of another project, beside Raceme's methods on the same drifting data.
+"""Compare CLMA, another project's Flower strategy, with Raceme's methods on the same drifting data.
 
     pip install fed-clma==0.1.1
     python3 benchmarks/beside_clma.py --seeds 0,1,2

@@ -208,7 +208,7 @@ def bearings(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
 
 
 def gas(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
-    """Yield clients with an equal, stratified share of each batch, a period.
+    """Yield clients with an equal, stratified share of each batch; a batch is a period.
 
     Features are standardised over the first batch only: later batches are unknown at installation,
     and their drift is preserved.

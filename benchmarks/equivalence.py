@@ -451,7 +451,7 @@ def _special() -> dict[str, dict[str, Any]]:
 
 
 def _drift_of(name: str) -> dict[str, Any]:
-    """Return the change of data that a method meets in its run of the kind ``drift``."""
+    """Return the drift of a method's run of the kind ``drift``."""
     if name.startswith("feddrift"):
         return {"drift": "concepts", "concept-steps": 4, "drift-at": "every 30 updates"}
     if name in ("ewc", "ssgd", "apd", "fedweit", "c-faacl"):
@@ -605,8 +605,8 @@ def _version(package: str) -> str:
 
 def run_cases(names: Sequence[str], workers: int) -> dict[str, dict[str, Any]]:
     """Run cases in parallel processes, and return their results by name."""
-    # Single-threaded matrix products are the same on any number of cores; worker processes inherit
-    # this.
+    # Single-threaded matrix products are the same on any
+    # number of cores; worker processes inherit this.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
     context = multiprocessing.get_context("spawn")

@@ -34,8 +34,8 @@ from raceme.strategies.casa.strategy import CASAParameters
 
 METHODS: dict[str, Callable[[], Method]] = {
     "fedasync": FedAsync,
-    # Ω(t) falls with the updates of all clients: κ is scaled from the paper's 100 clients to
-    # 100,000.
+    # Ω(t) falls with the updates of all clients: κ is
+    # scaled from the paper's 100 clients to 100,000.
     "casa": lambda: CASA(CASAParameters(sketch=256, kappa=1e-6)),
     "panicle": Panicle,
 }

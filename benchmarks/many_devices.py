@@ -311,8 +311,8 @@ def measure(
         numbers["rejoined"] = sum(process.text().count("joining again") for process in started)
         numbers["updates_per_second"] = round(numbers["answered"] / numbers["seconds"], 1)
         if kind == "serve":
-            # The single process measures itself, as sampling from outside would miss the start and
-            # the end.
+            # The single process measures itself, as sampling
+            # from outside would miss the start and the end.
             used = numbers["app_cpu_seconds"]
         numbers["server_cpu_ms_per_update"] = round(1000 * used / numbers["answered"], 2)
         numbers |= {"mib_first": round(first), "mib_peak": round(peak)}

@@ -42,8 +42,8 @@ def check_records(executor: Executor) -> None:
 
 def check_state(executor: Executor) -> None:
     """Check that a client keeps its state in the order of the results."""
-    # All are submitted at once, with an empty state; each must see the state that the previous one
-    # left.
+    # All are submitted at once, with an empty state;
+    # each must see the state that the previous one left.
     context, sent = context_of(), []
     for step in (1, 2, 3):
         sent.append(message_to(1, "query.count", config=ConfigRecord({"step": step})))

@@ -66,8 +66,8 @@ def test_hashes_tell_methods_apart_by_what_they_do(tmp_path: Path) -> None:
     runs = written(tmp_path / "runs.json", "--only", ",".join(names))["runs"]
     casa, in_processes, fedavg, fedprox = (runs[name] for name in names)
     assert casa == in_processes
-    # FedProx has the same clients in the same rounds, but keeps their models nearer to the global
-    # one.
+    # FedProx has the same clients in the same rounds,
+    # but keeps their models nearer to the global one.
     assert fedavg["parts"]["updates"] == fedprox["parts"]["updates"]
     for name in ("models", "essential"):
         assert fedavg[name] != fedprox[name]

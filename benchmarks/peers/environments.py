@@ -58,8 +58,8 @@ def python_of(name: str, cache: Path) -> Path:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
-    # All requirements are pinned: --no-deps keeps a framework's own torch requirement from
-    # mattering.
+    # All requirements are pinned: --no-deps keeps a
+    # framework's own torch requirement from mattering.
     install = [str(python), "-m", "pip", "install", "--no-deps", "--quiet"]
     _run([*install, "--disable-pip-version-check", "-r", str(requirements)])
     made_from.write_text(requirements.read_text())

@@ -49,8 +49,8 @@ def main() -> None:
     )
     parties = [method.Client(number, args) for number in range(work.CLIENTS)]
     for party in parties:
-        # AFL-Lib's clients hard-code momentum 0.9 and weight decay; the other frameworks use
-        # neither.
+        # AFL-Lib's clients hard-code momentum 0.9 and
+        # weight decay; the other frameworks use neither.
         party.optim = torch.optim.SGD(party.model.parameters(), lr=work.LEARNING_RATE)
     server = method.Server(0, args, parties)
     at_a_time = work.PER_ROUND if job.method == "fedavg" else 1

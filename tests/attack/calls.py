@@ -183,7 +183,7 @@ def _uploads(rng: random.Random, folder: Path) -> None:
 
 
 def _post_gigabyte(address: str, signer: Signer | None, in_chunks: bool) -> str:
-    """Post a gigabyte for as long as it is read; return the status, if there is one."""
+    """Post up to a gigabyte while the server reads; return the status, if there is one."""
     host, _, port = address.rpartition(":")
     headers = {"Host": address, "Content-Type": MEDIA_TYPE}
     headers |= {"Transfer-Encoding": "chunked"} if in_chunks else {"Content-Length": str(1 << 30)}

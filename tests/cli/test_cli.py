@@ -375,8 +375,8 @@ FLIP = {"clients": 10, "attack": "label-flip"}
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        # CASA can split ten clients of digits, but not eight (eq 14 asks for a gap of 0.016 or
-        # 0.024).
+        # CASA can split ten clients of digits, but not
+        # eight (eq 14 asks for a gap of 0.016 or 0.024).
         ({"clients": 8}, f"8 {FEW}"),
         ({"clients": 10}, ""),
         ({"clients": 8, "strategy": "panicle"}, "changed no model"),

@@ -83,8 +83,8 @@ def test_no_client_is_quiescent_before_the_last_change_by_time(
 @pytest.mark.parametrize(
     ("online", "updates"),
     [
-        # A newcomer; a client that comes back before it has trained; a client that never comes
-        # back.
+        # A newcomer; a client that comes back before it
+        # has trained; a client that never comes back.
         (((70.0, math.inf),), 2),
         (((0.0, 0.5), (70.0, math.inf)), 2),
         (((0.0, 0.5),), 1),

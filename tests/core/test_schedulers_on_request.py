@@ -192,8 +192,8 @@ def test_data_that_changed_before_the_first_measurement_are_compared_with_the_tr
     assert evaluate(trained(loss=1.0), 1.0, 1.5, step=1)
     assert not evaluate(trained(loss=1.0), 1.0, 1.5, step=0)
     assert not evaluate(trained(loss=1.4), 1.0, 1.5, step=1)
-    # A client that does not report its training loss: the first measured loss becomes the
-    # reference.
+    # A client that does not report its training loss:
+    # the first measured loss becomes the reference.
     silent = trained(loss=math.nan)
     assert not evaluate(silent, 1.0, 1.5, step=1)
     assert evaluate(silent, 3.0, 1.8, step=1)

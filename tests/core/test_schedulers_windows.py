@@ -91,8 +91,8 @@ def test_updates_that_are_made_together_wait_for_the_last() -> None:
     assert bench.work(4.0) == ["c0", "c1", "c2"]
     assert bench.answer("c1", 6.0) == []
     late = bench.tasks["c2"]
-    # The window ends before c0 and c2 are back: only c1's update counts, after another 4 s of
-    # waiting.
+    # The window ends before c0 and c2 are back: only
+    # c1's update counts, after another 4 s of waiting.
     assert bench.wake(10.0) == (["c0", "c2"], ["c1"])
     assert waits.seen == [("c0", 1, 2.0), ("c1", 1, 5.0), ("c2", 1, 0.0)]
     assert sorted(bench.work(10.0)) == ["c0", "c1", "c2"]

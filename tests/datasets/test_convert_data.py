@@ -339,8 +339,8 @@ def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> No
     # A is too short for two samples, so it is no client.
     assert (config.clients, config.model, config.lr) == (1, "gru", 0.5)
     data = datasets.client_data(config, 0)
-    # abcdefghij|abcdefghij: samples start at 0, 2, 4 and 6, both in the first half and in the test
-    # half.
+    # abcdefghij|abcdefghij: samples start at 0, 2, 4 and
+    # 6, both in the first half and in the test half.
     assert data.x_train.tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8]]
     assert data.y_train.tolist() == [3, 5, 7, 9]
     assert data.x_test.tolist() == data.x_train.tolist()

@@ -575,8 +575,8 @@ def test_of_groups_that_see_things_differently_a_mixture_holds_all_views() -> No
     # A few digits look the same upside down.
     assert seen == pytest.approx(data.mixture[0], abs=0.01)
     assert all(x.tobytes() in upright | turned for x in data.x_train)
-    # Samples of a distribution come from all clients' data, seen as the distribution's group sees
-    # them.
+    # Samples of a distribution come from all clients'
+    # data, seen as the distribution's group sees them.
     others = datasets.client_data(replace(config, drift="none"), 1).x_train
     own = {x.tobytes() for x in data.x_train}
     assert any(rotated(x[None], 180.0).tobytes() in own for x in others)
@@ -689,8 +689,8 @@ def test_no_sample_is_met_twice_and_all_are_met(scenario: str, mode: str) -> Non
 
 
 def test_equal_parts_of_the_samples_and_of_a_concepts_own_classes() -> None:
-    # Six clients have 299 or 300 of 1,797 samples, 239 or 240 for training: 47 or 48 in each of 5
-    # steps.
+    # Six clients have 299 or 300 of 1,797 samples, 239
+    # or 240 for training: 47 or 48 in each of 5 steps.
     for step in range(5):
         sizes = {len(data.y_train) for data in datasets.all_clients(stream_config("s2"), step)}
         assert sizes <= {47, 48}

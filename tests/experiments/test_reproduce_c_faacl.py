@@ -60,8 +60,8 @@ def of(table: dict[str, dict[str, float]], data: str, scenario: str) -> float:
 def test_continual_streams(mode: str, data: str, scenario: str) -> None:
     suite = load_suite(shipped(f"c-faacl-{mode}")[f"{data}-{scenario}"])
     assert [method.label for method in suite.methods] == CONTINUAL
-    # The thesis presumably exchanges the headings FASHION and CIFAR10, so the numbers are marked.
-    # says.
+    # The thesis presumably exchanges the headings FASHION
+    # and CIFAR10, so the numbers are marked. says.
     numbers = [float(x) for x in STREAMS[f"{EXCHANGED[data]}-{scenario}"].split()]
     assert published(suite, "accuracy") == numbers[int(mode == "multitask") :: 2]
     assert marked(suite) == (set() if data == "mnist" else set(CONTINUAL))

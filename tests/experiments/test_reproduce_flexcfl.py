@@ -54,8 +54,8 @@ def test_table_3(name: str, cells: list[str]) -> None:
     for label, config in configs.items():
         keys = config.parameters()
         assert (config.local_epochs, config.batch_size, config.max_rounds) == (10, 10, 300)
-        # Twenty clients: drawn at random in the authors' code of FedAvg, in turn in clustered
-        # methods.
+        # Twenty clients: drawn at random in the authors'
+        # code of FedAvg, in turn in clustered methods.
         sampling = "random" if label in ("fedavg", "fedprox") else "in-turn"
         assert (int(keys.fraction * config.clients), keys.sampling) == (20, sampling)
         # Keras' l2(0.001) on kernels: the gradient of 0.001 w² is 0.002 w.

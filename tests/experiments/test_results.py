@@ -182,8 +182,8 @@ def test_methods_that_warned_are_marked_and_costs_have_a_table_of_their_own() ->
     assert [row[0] for row in table.rows] == ["casa*", "panicle"]
     assert "* casa: too few" in table.lines
     costs = costs_table(comparison)
-    # Runs of 130 and 131 s. Without figures on the work of devices, as of earlier versions, "-" is
-    # shown.
+    # Runs of 130 and 131 s. Without figures on the work
+    # of devices, as of earlier versions, "-" is shown.
     assert costs.rows == (
         ("casa", "90.50 ± 0.71", "130.5 ± 0.7", "30 ± 0", "2.5 ± 0.0", "5.0 ± 0.0", "100"),
         ("panicle", "90.50 ± 0.71", "130.5 ± 0.7", "-", "-", "-", "100"),

@@ -86,8 +86,8 @@ def test_variants_of_a_matrix(tmp_path: Path) -> None:
     slow, even, other = (load_suite(named[name]) for name in ("iris-slow", "digits-even", "other"))
     assert (slow.title, slow.seeds) == ("Waiting, Iris, slow devices", (0, 1))
     assert (even.title, other.title) == ("Waiting, Digits", "Waiting, elsewhere")
-    # A variant's setting overrides the suite's; notes of an axis are placed where the axis is
-    # named.
+    # A variant's setting overrides the suite's; notes
+    # of an axis are placed where the axis is named.
     assert slow.settings == {
         "clients": 6,
         "fedbuff.k": 5,

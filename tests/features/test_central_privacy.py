@@ -131,8 +131,8 @@ def test_epsilon_by_hand_and_by_other_formulas(
     mu = math.sqrt(2 * rho)
     exact = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
     assert exact == pytest.approx(delta, rel=1e-6)
-    # ρ-zCDP, and Rényi DP at its best order 1 + √(log(1/δ) / ρ), give the bound ρ + 2 √(ρ
-    # log(1/δ)).
+    # ρ-zCDP, and Rényi DP at its best order 1 +
+    # √(log(1/δ) / ρ), give the bound ρ + 2 √(ρ log(1/δ)).
     bound = rho + 2 * math.sqrt(rho * math.log(1 / delta))
     assert 0.75 * bound < epsilon < bound
     # A composition of single mechanisms, by privacy loss distributions and by Rényi DP.
@@ -280,8 +280,8 @@ def test_the_noise_of_a_cohort_has_the_stated_variance() -> None:
     seen = private(method, 2.0, **{"privacy-clip": 0.7, "privacy-cohort": 3})
     ran(method, grid_of(pulled_app(), devices(1.0, 1.0, 1.0)), 450)
     (privacy, _), models = method.features, [np.zeros(8), *seen.models]
-    # A round of three replaces the model by the former one, plus noise that the three have in
-    # common.
+    # A round of three replaces the model by the former
+    # one, plus noise that the three have in common.
     steps = np.diff(np.array(models[::3]), axis=0)
     assert privacy.state.draws == len(steps) == 150
     total = float(np.square(steps / (2.0 * 0.7 / 3)).sum())

@@ -88,7 +88,7 @@ def test_shares_by_examples() -> None:
     for client in "abc":
         fleet.asks(client)
     fleet.answers("a", 0.5)
-    # Units: the median weight 1/2 for the median of 20 examples; a's update is two of its own.
+    # In units of the median weight 1/2 and the median of 20 examples, a's update counts twice.
     assert fleet.level("a") == 2.0
     assert fleet.feature.holds("a", fleet.seen)
     fleet.answers("b", 0.5)
@@ -293,8 +293,8 @@ def test_no_window_has_more_of_a_client_than_its_share(clients: int, order: Sequ
             most = max(last[name] - first[name] for name in names)
             # The updates of the median client, one ahead, one saved up, and one in flight.
             assert most <= after - before + 3
-    # At least half of all clients are at V or above, so that no client has more than twice its
-    # share.
+    # At least half of all clients are at V or above,
+    # so that no client has more than twice its share.
     middle, counts = history[-1]
     assert 2 * sum(fleet.level(name) >= middle for name in names) >= clients
     assert max(counts.values()) <= middle + 2

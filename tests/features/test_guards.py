@@ -506,8 +506,8 @@ def test_new_identities_share_one_record() -> None:
     def first(client: str, sent: Vector) -> Ruling:
         return judge(guard, client, sent, 10.0, lambda _: 0, awaited=8)
 
-    # Each is the first update of a new client, and agrees with no other: one alone would be
-    # accepted.
+    # Each is the first update of a new client, and
+    # agrees with no other: one alone would be accepted.
     verdicts = [first(f"s{axis}", along(axis)).verdict for axis in range(5, 16)]
     refused = verdicts.index(Verdict.REFUSED)
     assert 0 < refused < 8

@@ -297,8 +297,8 @@ def test_the_newest_comparisons_count_most() -> None:
     fleet = Fleet(6)
     for _ in range(6):
         fleet.round(0.2, 0.1)
-    # The common model is late by one task: means of 0.2 and 0.1 become -0.05 and -0.1 after the
-    # next.
+    # The common model is late by one task: means of
+    # 0.2 and 0.1 become -0.05 and -0.1 after the next.
     fleet.round(-0.3, -0.3)
     assert fleet.rule() == "mixed"
 

@@ -112,8 +112,8 @@ def test_whatever_moves_the_data(schedule: Schedule, moments: list[tuple[float, 
 def test_a_client_with_steps_of_its_own_tests_at_the_end_of_each() -> None:
     grid = grid_of(pulled_app([ONES, ONES]), devices(1.0, 2.5))
     seen = started(half(), grid, 6, Schedule("uploads", every=2.0))
-    # c0 uploads at 1, 2, 3 and 4 s, c1 at 2.5 and 5 s. At the end neither has trained on its
-    # current step.
+    # c0 uploads at 1, 2, 3 and 4 s, c1 at 2.5 and 5 s.
+    # At the end neither has trained on its current step.
     assert reported(seen) == [
         (2.0, 2, 0, {"c0": [0, 1]}),
         (4.0, 5, 1, {"c0": [0, 1, 2]}),

@@ -43,8 +43,8 @@ def test_csafl_in_windows_of_seconds(tmp_path: Path) -> None:
         f"csafl.groups=2 csafl.picked=4 csafl.threshold=0 csafl.budget={budget}",
     )
     idle = [event.values for event in record.measured["idle"]]
-    # Each of the four members reports once in each of three windows, and waits no longer than its
-    # length.
+    # Each of the four members reports once in each of
+    # three windows, and waits no longer than its length.
     assert sorted((own["window"], own["client"]) for own in idle) == [
         (window, f"board-{number}") for window in (1, 2, 3) for number in range(DEVICES)
     ]

@@ -63,8 +63,8 @@ def test_four_devices_with_two_tasks_each_and_a_server_that_is_killed(
     record = read_run(out)
     assert list(record.updates.seq) == list(range(1, len(record.updates.seq) + 1))
     (change,) = record.data_changes
-    # All clients have the same concept at a time, so they share a cluster, a different one each
-    # time.
+    # All clients have the same concept at a time, so
+    # they share a cluster, a different one each time.
     before, after = record.assignment(change.time), record.assignment()
     assert len(set(before.values())) == len(set(after.values())) == 1
     assert set(before.values()) != set(after.values())

@@ -164,8 +164,8 @@ def test_a_device_that_was_killed_comes_back_without_a_key(tmp_path: Path) -> No
         killed.wait_for(r"train task \d+: done")
         killed.handle.kill()
         back = start_digits_device(bed, 0)
-        # It is refused as long as its previous process counts as online, and greeted again
-        # afterwards.
+        # It is refused as long as its previous process
+        # counts as online, and greeted again afterwards.
         run.wait_for("'board-0' is already online")
         back.wait_for(r"train task \d+: done", 100)
         run.wait_for("Results are in", 200)

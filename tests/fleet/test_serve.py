@@ -267,8 +267,8 @@ def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None
         named = ("--device-id", "kitchen", "--key", f"{certs}/devices/kitchen")
         kitchen = start_device(bed, 0, *trust, *named)
         server.wait_for(r"update +3 ", 240)
-        # A new key is known at once. Devices of the last checkpoint keep their nodes through a
-        # crash.
+        # A new key is known at once. Devices of the last
+        # checkpoint keep their nodes through a crash.
         make(certs, "garden")
         named = ("--device-id", "garden", "--key", f"{certs}/devices/garden")
         garden = start_device(bed, 1, *trust, *named)

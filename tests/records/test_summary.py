@@ -169,8 +169,8 @@ RUN: list[Event] = [
     assigned(a=0, b=0, c=0, d=0),
     update(1, "a", 0, 1.0),
     update(2, "b", 0, 2.0),
-    # Three of four clients are fewer than nine tenths: the result counts for neither target nor
-    # best.
+    # Three of four clients are fewer than nine tenths:
+    # the result counts for neither target nor best.
     evaluated(2.0, 2, 0.95, answered=3, weighted=0.875),
     UpdateRejected(2.5, "c", "not finite", 2.0),
     update(3, "c", 0, 3.0),

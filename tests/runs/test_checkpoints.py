@@ -394,8 +394,8 @@ def test_checkpoints_of_real_devices_take_two_percent_of_the_time(tmp_path: Path
 
         folder.cost = 4.0
         assert written_at(0.0)
-        # The write ended at 4 s and took 4 s: the next follows after 50 times that, and takes no
-        # time.
+        # The write ended at 4 s and took 4 s: the next
+        # follows after 50 times that, and takes no time.
         assert not written_at(203.0)
         folder.cost = 0.0
         assert written_at(204.0)

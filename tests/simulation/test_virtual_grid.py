@@ -632,8 +632,8 @@ def test_replies_that_nobody_fetched_come_in_the_order_of_their_arrival() -> Non
     grid = grid_of(*[Device(seconds_per_round=float(seconds)) for seconds in (3, 1, 2, 4)])
     ids = list(grid.push_messages([train(node) for node in (1, 2, 3, 4)]))
     assert grid.wait([], until=3.5) == []
-    # Three replies are available: a short list of ids is looked up, for a long one they are
-    # scanned.
+    # Three replies are available: a short list of ids
+    # is looked up, for a long one they are scanned.
     assert [r.metadata.src_node_id for r in grid.wait([ids[0], ids[1]])] == [2]
     assert [r.metadata.src_node_id for r in grid.wait(ids)] == [3]
     assert [r.metadata.src_node_id for r in grid.pull_messages(ids)] == [1]

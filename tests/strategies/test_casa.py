@@ -348,8 +348,8 @@ def test_the_updates_of_clients_that_are_taken_for_gone_do_not_divide_one_group(
     for client in range(4):
         send(client)
     strategy.on_leave("c4")
-    # c4's buffer has the models of all four, but no buffer has c4's, so these pairs are not
-    # missing.
+    # c4's buffer has the models of all four, but no
+    # buffer has c4's, so these pairs are not missing.
     for client in (4, 0, 4, 1, 2, 3):
         send(client)
         watch = strategy._watch(0)
@@ -446,8 +446,8 @@ def test_a_newcomers_first_update_counts_as_if_it_had_started_from_its_cluster()
     at_version(strategy, 3, cluster=2)
     strategy.on_sent(task("c2", version=3, cluster=2))
     strategy.on_join(Client("new", num_examples=10))
-    # The newcomer was sent the larger cluster's model, whose version is meaningless in the other
-    # one.
+    # The newcomer was sent the larger cluster's model,
+    # whose version is meaningless in the other one.
     strategy.on_sent(task("new", version=100, cluster=1))
     strategy.applied([update("c2", (0.0, 1.0), version=3)])
     strategy.on_sent(task("c2", version=4, cluster=2))

@@ -148,8 +148,8 @@ def test_the_share_falls_when_the_cluster_was_renewed_after_the_client_received(
     for last_update, expected in (("before", 0.025), ("this", 0.025 / 61)):
         cdfl = method(clients=3, oldest=100, last_update=last_update)
         cdfl.progress.updates = 5
-        # t = 6, τ = 0; cluster 0 has not been updated: e_k = 0, or as printed 6, so 10 · 6 + 1 =
-        # 61.
+        # t = 6, τ = 0; cluster 0 has not been updated:
+        # e_k = 0, or as printed 6, so 10 · 6 + 1 = 61.
         assert cdfl.applied([upload("c0", 1.0, 0.0)])[0].weight == pytest.approx(expected)
         cdfl.progress.updates = 11
         # t = 12, τ = 0; c0 updated it at 6: 1/(10 · 6 + 1), or as printed 1/(10 · 12 + 1).

@@ -71,8 +71,8 @@ def test_a_bar_that_follows_the_losses_is_a_share_of_their_smallest() -> None:
         (Bar(0.5), True, [-0.2, 0.5, 0.5, 0.5], [1.15385, 0.61538]),
         # With the bar lowered to 0.3: Σ = 2.1, which gives 1 and 2/3.
         (Bar(0.5), False, [0.0, 0.7, 0.7, 0.7], [1.0, 0.66667]),
-        # With the bar at half of the smallest loss, 0.15: Σ = 2.7, so 1 − 0.15 / 2.7 and 1 − 0.85 /
-        # 2.7.
+        # With the bar at half of the smallest loss, 0.15:
+        # Σ = 2.7, so 1 − 0.15 / 2.7 and 1 − 0.85 / 2.7.
         (Bar(0.5, follows=True), False, [0.15, 0.85, 0.85, 0.85], [0.94444, 0.68519]),
         # As printed, a bar above the mean, 0.825, favours the worse cluster: Σ (l − 0.9) = −0.3.
         (Bar(0.9), True, [-0.6, 0.1, 0.1, 0.1], [-1.0, 1.33333]),

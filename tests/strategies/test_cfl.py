@@ -65,8 +65,8 @@ THREE_WAYS = np.array(
 
 
 def test_complete_and_single_linkage_differ() -> None:
-    # Complete linkage joins 0 and 1, single linkage joins 1 to 2 and 3, average linkage would join
-    # 0.
+    # Complete linkage joins 0 and 1, single linkage
+    # joins 1 to 2 and 3, average linkage would join 0.
     assert linkage(THREE_WAYS, 2, "complete").tolist() == [0, 0, 1, 1]
     assert linkage(THREE_WAYS, 2).tolist() == [0, 0, 1, 1]
     assert linkage(THREE_WAYS, 2, "single").tolist() == [0, 1, 1, 1]

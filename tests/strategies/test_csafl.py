@@ -282,8 +282,8 @@ def test_the_latency_of_the_grouping_is_the_mean_one() -> None:
     device = Device(seconds_per_round=1.0, seconds_per_sample=0.01, exponential_rate=50.0)
     strategy = Records(CSAFLParameters(groups=2, picked=3))
     run_on(strategy, grid_of(pulled_app(), [device] * 3), 3)
-    # D = 2 epochs of 10, 11 and 12 samples: 1 + D (0.01 + 1 / 50). A single random duration
-    # differs.
+    # D = 2 epochs of 10, 11 and 12 samples: 1 + D (0.01
+    # + 1 / 50). A single random duration differs.
     assert sorted(strategy.latencies) == ["c0", "c1", "c2"]
     for index in range(3):
         latency, arrived = strategy.latencies[f"c{index}"]

@@ -50,8 +50,8 @@ def test_a_broadcast_moves_a_client_at_work(echo: float, broadcasts: int) -> Non
     assert method.state.broadcasts == broadcasts
     outcome = method.applied([late])[0]
     method.close_task(late.task)
-    # With the shift of (0.5, 0) it is (0.5, 1) and fresh; without a broadcast (0, 1), a version
-    # late.
+    # With the shift of (0.5, 0) it is (0.5, 1) and
+    # fresh; without a broadcast (0, 1), a version late.
     assert outcome.staleness == 1 - broadcasts
     assert method.models[0].vector.tolist() == [0.25 + 0.25 * broadcasts, 0.5]
 

@@ -284,8 +284,8 @@ def test_what_was_trained_before_data_moved_on_is_not_what_was_learned_of_them()
     made = bench()
     training = [made.open_task(work) for work in made.hand_out()]
     assert [task.kind for task in training] == ["train", "train"]
-    # The data change during the round; a client that gets another task in it trains on the new
-    # data.
+    # The data change during the round; a client that
+    # gets another task in it trains on the new data.
     made.step = 1
     assert made.hand_out() == []
     assert made.method.request_for("c0").kind == "learn"

@@ -179,8 +179,8 @@ def test_a_new_model_is_a_copy_of_the_best_one_and_a_merged_one_a_mean_of_pairs(
     near = {0: 0.125, 1: 0.25}
     made.ask({"c0": near, "c1": near, "c2": near, "c3": {0: 0.25, 1: 0.125}})
     made.hand_out()
-    # Model 0 has all four clients' steps 0 to 2 except c3's, and three of step 3: 14; model 1 has
-    # 2.
+    # Model 0 has all four clients' steps 0 to 2 except
+    # c3's, and three of step 3: 14; model 1 has 2.
     (merged,) = made.method.models.values()
     assert merged.vector.tolist() == pytest.approx([4.0 * 2 / 16] * 2)
 

@@ -46,10 +46,8 @@ def test_updates_that_are_all_alike_are_one_group() -> None:
 def test_edc_does_not_centre_the_updates() -> None:
     spread = [-1.0, -0.6, -0.2, 0.2, 0.6, 1.0]
     deltas = np.array([(10, t, s) for t in spread for s in (-0.64, 0.64)], np.float32)
-    # The columns are orthogonal, of mean squares 100, 0.467 and 0.41: the two main directions are
-    # the first two axes, and the groups the two signs of the second number. Of centred updates they
-    # would be the last two axes, and the groups the signs of the third number: of its 0.41 all lies
-    # between the groups, of the second one's 0.467 only 0.6² = 0.36.
+    # The uncentred directions are the first two axes (mean squares 100, 0.467, 0.41), so the second
+    # splits. Centred, the third would win: 0.41 lies between its groups, in the second 0.36.
     assert group_by_edc(deltas, 2, seed=0).tolist() == [0] * 6 + [1] * 6
 
 

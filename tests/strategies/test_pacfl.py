@@ -125,7 +125,7 @@ def test_it_can_be_restored() -> None:
 def test_labels_are_named_so_that_most_clients_stay() -> None:
     clients = ["a", "b", "c", "d", "e"]
     homes = {"a": 7, "b": 7, "c": 7, "d": 3, "e": 3}
-    # Label 0 has one of each; label 1 two of 7: it is 7, and 0 is 3.
+    # Label 0 has one client each of clusters 7 and 3, label 1 two of 7: so 1 becomes 7, and 0 is 3.
     assert kept_homes(clients, np.array([0, 1, 1, 0, 2]), homes) == {0: 3, 1: 7}
 
 

@@ -58,8 +58,8 @@ def test_clients_that_are_alike_stay_together() -> None:
 
 @pytest.mark.parametrize(("shape", "clusters"), [((1, 2), 2), ((2,), 1)])
 def test_groups_of_a_quantity_may_be_near_each_other(shape: tuple[int, ...], clusters: int) -> None:
-    # The directions have a cosine of 0.8: a model with two outputs fits both, one with one does
-    # not.
+    # The directions have a cosine of 0.8: a model with
+    # two outputs fits both, one with one does not.
     strategy = fleet(6)
     strategy._spec = ModelSpec(("w",), (shape,), ("float32",))
     for _ in range(2):
@@ -309,8 +309,8 @@ def test_members_weigh_by_their_examples() -> None:
         client, examples, model = [("c0", 30, (1.0, 0.0)), ("c1", 10, (0.0, 1.0))][turn % 2]
         applied = step(strategy, client, *model, examples=examples)
         if turn == 1:
-            # α = 2 / log2(5) / 1.05 for two members after half a round; 10 examples are half of the
-            # mean.
+            # α = 2 / log2(5) / 1.05 for two members after
+            # half a round; 10 examples are half of the mean.
             assert applied.weight == pytest.approx(0.5 * 2 / np.log2(5) / 1.05)
     assert applied.weight == pytest.approx(0.5 * 0.5)
     assert strategy.models[0].vector.tolist() == pytest.approx([0.75, 0.25], abs=0.01)

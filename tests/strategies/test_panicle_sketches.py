@@ -61,7 +61,7 @@ def test_noise_of_the_seed_in_simulations_and_secret_on_the_wall_clock() -> None
     exact = sketch_of(answered(1e-9))
     noise = (sketch_of(answered(3.0)) - exact) / 3.0
     assert np.array_equal(sketch_of(answered(3.0)), sketch_of(answered(3.0)))
-    # 16 numbers: a standard deviation of 18 % of their own.
+    # The deviation of 16 numbers is estimated with a relative standard error of 18 %.
     assert 0.4 < noise.std() < 1.8
     timed = {"report-timing": True}
     assert not np.array_equal(sketch_of(answered(3.0, **timed)), sketch_of(answered(3.0, **timed)))

@@ -528,8 +528,8 @@ def test_buffers_of_batch_normalisation_travel_with_the_model() -> None:
     spec = network.read(as_record(record_of(network.module)))
     train(network, samples, TrainingSettings(lr=0.1, batch_size=10), rng())
     written = network.write(spec)
-    # 21 samples are two mini-batches of 10, and a single one, which has no variance and is left
-    # out.
+    # 21 samples are two mini-batches of 10, and a
+    # single one, which has no variance and is left out.
     assert from_array(written["1.num_batches_tracked"]) == 2
     assert from_array(written["1.running_mean"]).any()
     other.read(written)

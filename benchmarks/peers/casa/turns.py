@@ -61,8 +61,8 @@ def run(name: str, python: Path, seed: int, cache: Path, folder: Path) -> dict[s
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=errors)
         while process.poll() is None:
-            # Summed per process: Ray's parents do not wait for their children, so their totals miss
-            # them.
+            # Summed per process: Ray's parents do not wait
+            # for their children, so their totals miss them.
             for number in descendants(process.pid):
                 with suppress(OSError):
                     fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
