@@ -433,11 +433,11 @@ def casa_fig10b(docs: Path) -> Table:
         for k in (4, 3)
         for method in ("ifca", "ifca-async")
     }
-    unrest: Cell = lambda method: number(100 * of.mean(method, "unrest"), 1)  # noqa: E731
+    unrest: Cell = lambda method: number(100 * of.mean(method, "unrest"), 2)  # noqa: E731
     columns = paper(of, digits=2), accuracy(of, 2), _times(of), unrest, _purity(of)
     heads = (
         *("<method", "accuracy %, paper (CIFAR-10)", "ours (MNIST)", "0.95 reached at (s)"),
-        *("largest fall, points", "purity"),
+        *("unrest, points", "purity"),
     )
     return Table(heads, lines(names, *columns))
 
@@ -1180,43 +1180,52 @@ def panicle_regret(docs: Path) -> Table:
 
 def _chosen(of: Experiment, method: str) -> str:
     """Return the name in a data file of a method, of one that was tuned at its chosen point."""
-    known = of.tree["methods"]
-    names = [name for name in known if name.startswith(f"{method}-lr=") and of.runs(name)]
-    return method if method in known else names[0]
+    ran = {row["method"] for row in of.tree["rows"] if "kind" not in row}
+    return next(name for name in (method, *sorted(ran)) if name in ran and _is_of(name, method))
 
 
-def _like_for_like(docs: Path, key: str) -> dict[str, list[float]]:
-    cases = {case: Experiment.read(docs, f"like-{case}") for case in _LIKE_FOR_LIKE}
-    return _regrets(cases, _TUNED, key)
+def _is_of(name: str, method: str) -> bool:
+    return name == method or name.startswith(f"{method}-lr=")
+
+
+def _like_for_like(docs: Path, key: str) -> dict[str, Experiment]:
+    """Return the cases of benchmarks/like_for_like.toml.
+
+    At equal time without the exchange of data, which comes after a number of updates.
+    """
+    cases = [case for case in _LIKE_FOR_LIKE if key == "accuracy" or case != "swap"]
+    return {case: Experiment.read(docs, f"like-{case}") for case in cases}
 
 
 def panicle_like(docs: Path) -> Table:
     """Means over the cases of benchmarks/like_for_like.toml, at equal updates and equal time."""
-    cases = [Experiment.read(docs, f"like-{case}") for case in _LIKE_FOR_LIKE]
     columns = []
     for key in ("accuracy", "accuracy_at_25"):
+        cases = _like_for_like(docs, key)
         means = [
-            100 * statistics.fmean(of.mean(_chosen(of, m), key) for of in cases) for m in _TUNED
+            100 * statistics.fmean(of.mean(_chosen(of, method), key) for of in cases.values())
+            for method in _TUNED
         ]
-        p = _of_all_cases(_like_for_like(docs, key))[2][1:]
+        p = _of_all_cases(_regrets(cases, _TUNED, key))[2][1:]
         columns += [[f"**{v:.1f}**" if v == max(means) else f"{v:.1f}" for v in means], p]
-    work = [
-        statistics.fmean(
-            of.mean(_chosen(of, method), "device_time")
-            / of.mean(_chosen(of, "standalone"), "device_time")
-            for of in cases
-        )
+
+    def work(of: Experiment, method: str) -> float:
+        return of.mean(_chosen(of, method), "device_time")
+
+    ratios = (
+        statistics.fmean(work(of, method) / work(of, "standalone") for of in cases.values())
         for method in _TUNED
-    ]
-    columns.append([f"{value:.1f}" for value in work])
-    rows = zip((f"`{method}`" for method in _TUNED), *columns, strict=True)
+    )
+    columns.append([f"{ratio:.1f}" for ratio in ratios])
+    rows = zip(code(*_TUNED).values(), *columns, strict=True)
     heads = ("<method", "20 updates per client", "p", "after 25 s", "p", "computation")
     return Table(heads, [list(row) for row in rows])
 
 
 def panicle_like_cases(docs: Path, key: str) -> Table:
     """Points below the best method of each case of benchmarks/like_for_like.toml."""
-    return _regret_table(_like_for_like(docs, key), _LIKE_FOR_LIKE)
+    cases = _like_for_like(docs, key)
+    return _regret_table(_regrets(cases, _TUNED, key), cases)
 
 
 def panicle_untuned(docs: Path, images: str = "") -> Table:
@@ -1414,10 +1423,14 @@ def fair(docs: Path) -> Table:
 
 def privacy(docs: Path) -> Table:
     """Accuracy against ε of central differential privacy."""
-    files = {"no noise": "none", "ε = 8": "8", "ε = 2": "2"}
-    of = [Experiment.read(docs, f"privacy-eps-{name}") for name in files.values()]
-    methods = ("fedavg", "fedbuff", "panicle")
-    return Table(("<method", *files), lines(code(*methods), *(accuracy(one, 1) for one in of)))
+    data = {"digits": "eps", "MNIST": "mnist", "people": "people", "speakers": "speakers"}
+    rows = []
+    for title, name in data.items():
+        of = [Experiment.read(docs, f"privacy-{name}-{epsilon}") for epsilon in ("none", "8", "2")]
+        methods = code("fedavg", "fedbuff", "panicle")
+        cells = lines(methods, *(accuracy(one, 1) for one in of))
+        rows += [[title if i == 0 else "", *row] for i, row in enumerate(cells)]
+    return Table(("data", "<method", "no noise", "ε = 8", "ε = 2"), rows)
 
 
 def sketches(docs: Path) -> Table:
