@@ -1059,17 +1059,8 @@ _LIKE_FOR_LIKE = (
     *("dirichlet-01", "churn", "people", "speakers"),
 )
 _TUNED = (
-    *(
-        "panicle",
-        "ifca-async",
-        "flexcfl-async",
-        "csafl",
-        "faacl-async",
-        "casa",
-        "fedbuff",
-        "fedavg",
-    ),
-    *("standalone", "ditto", "fedrep", "fedper", "apfl"),
+    *("panicle", "ifca-async", "flexcfl-async", "csafl", "faacl-async", "casa", "fedbuff"),
+    *("fedavg", "standalone", "ditto", "fedrep", "fedper", "apfl"),
 )
 _NATURAL = ("people", "writers", "speakers", "batches", "machines", "roles")
 _LARGER = ("characters", "har", "mnist-100-iid", "fashion-100")
@@ -1181,11 +1172,7 @@ def panicle_regret(docs: Path) -> Table:
 def _chosen(of: Experiment, method: str) -> str:
     """Return the name in a data file of a method, of one that was tuned at its chosen point."""
     ran = {row["method"] for row in of.tree["rows"] if "kind" not in row}
-    return next(name for name in (method, *sorted(ran)) if name in ran and _is_of(name, method))
-
-
-def _is_of(name: str, method: str) -> bool:
-    return name == method or name.startswith(f"{method}-lr=")
+    return next((name for name in ran if name.startswith(f"{method}-lr=")), method)
 
 
 def _like_for_like(docs: Path, key: str) -> dict[str, Experiment]:

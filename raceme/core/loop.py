@@ -315,12 +315,13 @@ class Loop:
         works = progress.in_flight or progress.further or tests
         if works or not progress.held or self._method.features.wake_at() < math.inf:
             return None
-        is_foreseen = isinstance(grid, Foreseeing) and not grid.arrivals_ahead()
-        if isinstance(grid, Foreseeing) and not is_foreseen:
-            return None
+        if isinstance(grid, Foreseeing):
+            if grid.arrivals_ahead():
+                return None
+            if not progress.idle:
+                return Ending.USELESS_REPLIES, f"all clients wait for {progress.held_for}"
         if not progress.idle:
-            reason = f"all clients wait for {progress.held_for}"
-            return (Ending.USELESS_REPLIES, reason) if is_foreseen else None
+            return None
         holds = self._method.features.holds_for_good
         if holds is None or not all(map(holds, progress.idle)):
             return None

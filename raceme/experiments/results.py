@@ -571,16 +571,18 @@ def regret_table(comparisons: Mapping[str, Comparison]) -> PlainTable | None:
 
 
 def regret_overview(comparisons: Mapping[str, Comparison]) -> PlainTable:
-    """Return the regret of every method over all cases: its mean, and the worst with its case."""
-    points, ratios = regrets(comparisons), slowness(comparisons)
-    rows = []
-    for label, own in sorted(points.items(), key=lambda one: float(np.mean([*one[1].values()]))):
-        case = max(own, key=own.__getitem__)
-        fast = [ratio <= 1.0 for ratio in ratios.get(label, {}).values()]
-        share = f"{np.mean(fast):.0%}" if fast else _NONE
-        rows.append((label, f"{np.mean([*own.values()]):.2f}", f"{own[case]:.2f}", case, share))
+    """Return the rows `mean`, `worst` and `fastest` of `regret_table`, a row per method.
+
+    Beside the worst regret is its case.
+    """
+    table, points = regret_table(comparisons), regrets(comparisons)
+    if table is None:
+        raise ValueError("there is no accuracy")
+    labels, (means, worst, fastest) = table.columns[1:], (row[1:] for row in table.rows[-3:])
+    cases = [max(points[label], key=points[label].__getitem__) for label in labels]
     columns = ("method", "mean", "worst", "of case", "fastest")
-    return PlainTable("Regret: points below the best method of each case", columns, tuple(rows))
+    rows = zip(labels, means, worst, cases, fastest, strict=True)
+    return PlainTable(table.title, columns, tuple(rows), table.lines)
 
 
 def _cell(value: float | None, worst: float) -> str:

@@ -54,6 +54,12 @@ main()
 """
 
 
+def make_certificates(bed: Loopback) -> None:
+    named = [part for number in range(DEVICES) for part in ("--device", f"d{number}")]
+    certs = bed.start("certs", raceme("certs", "--host", "127.0.0.1", "--out", "certs", *named))
+    assert certs.wait() == 0
+
+
 def start_server(bed: Loopback, *options: str) -> Process:
     bed.fleet_port = bed.fleet_port or free_port()
     bed.http_port = bed.http_port or free_port()
@@ -84,9 +90,7 @@ def test_devices_that_are_killed_in_each_stage_and_what_the_server_keeps(
     privacy: tuple[str, ...], tmp_path: Path
 ) -> None:
     with loopback(tmp_path) as bed:
-        named = [part for number in range(DEVICES) for part in ("--device", f"d{number}")]
-        certs = bed.start("certs", raceme("certs", "--host", "127.0.0.1", "--out", "certs", *named))
-        assert certs.wait() == 0
+        make_certificates(bed)
         least = ("--clients-min", str(DEVICES), "--max-updates", "19")
         least += privacy
         server = start_server(bed, "--certificates", "certs", "--checkpoint-every", "1", *least)
@@ -117,9 +121,7 @@ def test_devices_that_are_killed_in_each_stage_and_what_the_server_keeps(
 @pytest.mark.timeout(600)
 def test_a_server_that_is_killed_goes_on_with_sums(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
-        named = [part for number in range(DEVICES) for part in ("--device", f"d{number}")]
-        certs = bed.start("certs", raceme("certs", "--host", "127.0.0.1", "--out", "certs", *named))
-        assert certs.wait() == 0
+        make_certificates(bed)
         options = ("--certificates", "certs", "--checkpoint-every", "1", "--max-updates", "60")
         options += ("--clients-min", "5")
         server = start_server(bed, *options)
@@ -139,9 +141,7 @@ def test_a_server_that_is_killed_goes_on_with_sums(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_last_update_that_finds_no_cohort_ends_the_run(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
-        named = [part for number in range(DEVICES) for part in ("--device", f"d{number}")]
-        certs = bed.start("certs", raceme("certs", "--host", "127.0.0.1", "--out", "certs", *named))
-        assert certs.wait() == 0
+        make_certificates(bed)
         options = ("--certificates", "certs", "--clients-min", "5", "--privacy-updates", "1")
         method = ("--strategy", "fedbuff", "--fedbuff.k", "4")
         server = start_server(bed, *options, *NOISE, *method)
