@@ -906,6 +906,10 @@ COMPLETIONS = Registry(
 )
 """Functions that complete a received model in a client's network before a test."""
 
+BEFORE_TRAINING = {"own-model": "raceme.features.own_model.client:model_to_train"}
+"""Functions ``f(work, received)`` that return the model that a client trains in the place of a
+received one, by the setting that asks for it; the change is added to the received model."""
+
 AFTER_TRAINING = {"own-model": "raceme.features.own_model.client:train_own_model"}
 """Functions ``f(work, received, settings)`` that a client calls after it has trained a received
 model, by the setting that asks for it."""

@@ -26,7 +26,14 @@ from raceme.core.clusters import cosine
 from raceme.core.errors import UserError
 from raceme.core.messages import ModelSpec, candidate, from_array
 from raceme.core.options import Value
-from raceme.core.registry import AFTER_TRAINING, CLIENT_WORK, COMPLETIONS, MODELS, load
+from raceme.core.registry import (
+    AFTER_TRAINING,
+    BEFORE_TRAINING,
+    CLIENT_WORK,
+    COMPLETIONS,
+    MODELS,
+    load,
+)
 from raceme.core.training_settings import TrainingSettings
 from raceme.datasets.source import own_randomness
 from raceme.flower.messages import records_of
@@ -684,7 +691,11 @@ def train_model(
         samples = samples.every_other(int(work.number(names.HALF, None))).balanced()
     settings, rng = work.training_settings(), work.generator()
     scores = score_former(work, received if returned is None else returned)
-    spec = work.receive(received)
+    start = received
+    for setting, target in BEFORE_TRAINING.items():
+        if setting in work.settings:
+            start = load(target)(work, received)
+    spec = work.receive(start)
     loss = train_locally(
         network,
         samples,
@@ -697,10 +708,22 @@ def train_model(
     )
     scores |= score_upload(work, forward)
     model = work.give(spec, received)
+    if start is not received:
+        model = _moved(spec, received, start, model)
     for setting, target in AFTER_TRAINING.items():
         if setting in work.settings:
             scores |= load(target)(work, received, settings)
     return training_answer(work, model, {names.TRAIN_LOSS: loss, **scores}, told)
+
+
+def _moved(
+    spec: ModelSpec, received: ArrayRecord, start: ArrayRecord, trained: ArrayRecord
+) -> ArrayRecord:
+    """Add the change from a training's start to the received model; statistics are the trained."""
+    before, after = spec.unpack(start), spec.unpack(trained)
+    moved = np.asarray(spec.unpack(received) + (after - before), np.float32)
+    weights = spec.trainable
+    return spec.pack(moved if weights is None else np.where(weights, moved, after))
 
 
 def losses_of(

@@ -134,12 +134,36 @@ def test_a_client_on_trial_trains_from_itself_and_scores_both_models(tmp_path: P
     assert reply["metrics"]["num-examples"] == 6
 
 
-def test_a_mixture_is_scored_before_it_is_trained_from(tmp_path: Path) -> None:
+def test_a_joint_training_moves_the_mixture_and_uploads_its_change(tmp_path: Path) -> None:
     node = node_with(tmp_path / "d.npz", *classes(8))
     node.state["own-line"] = line(40.0)
-    mixed = {**OWN, "own-rule": "mixed", "lr": 1e-9}
-    told = app(message("train", {"task": 1, **mixed}, line(-4.0)), node).content["metrics"]
-    assert (told["own-score"], told["common-score"]) == (1.0, 0.0)
+    steps = {"local-steps": 1, "batch-size": 6, "lr": 0.1}
+    joint = {**OWN, "own-rule": "joint", "validation-share": 0.25, **steps}
+    reply = app(message("train", {"task": 1, **joint}, line(-4.0)), node).content
+    # Of the shares 0, 1/4, ..., 1 the slopes -4, 7, 18, 29, 40 have, by two kept samples, the
+    # likelihoods 0.0003, 0.998, 1, 1, 1: their mean is 23.5, and a step from there moves nothing.
+    slopes = np.array([-4.0, 7.0, 18.0, 29.0, 40.0])
+    likelihood = (1.0 + np.exp(-slopes)) ** -2.0
+    mixture = slopes @ likelihood / likelihood.sum()
+    assert slope_of(node.state["own-line"]) == pytest.approx(mixture)  # type: ignore[arg-type]
+    assert slope_of(reply["arrays"]) == pytest.approx(-4.0, abs=1e-5)  # type: ignore[arg-type]
+    assert reply["metrics"]["num-examples"] == 6
+    # From the slope 0 a step of 0.1 with a gradient of 1/2 for each class moves it by 0.1.
+    node.state["own-line"] = line(0.0)
+    reply = app(message("train", {"task": 2, **joint}, line(0.0)), node).content
+    assert slope_of(node.state["own-line"]) == pytest.approx(0.1)  # type: ignore[arg-type]
+    assert slope_of(reply["arrays"]) == pytest.approx(0.1)  # type: ignore[arg-type]
+
+
+def test_a_client_alone_uploads_the_change_of_its_own_model(tmp_path: Path) -> None:
+    node = node_with(tmp_path / "d.npz", *classes(8))
+    node.state["own-line"] = line(0.0)
+    asked = {"task": 1, **OWN, "own-rule": "alone", "local-steps": 1, "batch-size": 8, "lr": 0.1}
+    reply = app(message("train", asked, line(-7.0)), node).content
+    assert slope_of(node.state["own-line"]) == pytest.approx(0.1)  # type: ignore[arg-type]
+    # From -7.0 itself a step would move the slope by almost 0.2.
+    assert slope_of(reply["arrays"]) == pytest.approx(-6.9)  # type: ignore[arg-type]
+    assert reply["metrics"]["num-examples"] == 8
 
 
 def test_a_client_alone_trains_on_all_samples_and_takes_nothing_of_others(tmp_path: Path) -> None:
@@ -239,8 +263,12 @@ class Fleet:
         request = Request(client, settings=settings)
         return self.feature.on_request(request, self.seen).settings  # type: ignore[arg-type]
 
-    def rule(self) -> Any:
-        return self.asked("c0")["own-rule"]
+    def rules(self, tasks: int) -> list[Any]:
+        return [self.asked("c0")["own-rule"] for _ in range(tasks)]
+
+    def rule(self) -> str:
+        """The rule of a cluster: mixtures are trained from with every third task."""
+        return next((rule for rule in self.rules(3) if rule != "skipped"), "skipped")
 
     def round(self, *better: float) -> None:
         """Let all clients train once, and report these differences in turn (NaN: none)."""
@@ -252,50 +280,67 @@ class Fleet:
             self.feature.on_update(update, self.seen)  # type: ignore[arg-type]
 
 
-def test_clients_train_alone_once_that_is_better_for_eight_tasks() -> None:
+def test_clients_train_alone_once_that_is_better_for_six_tasks() -> None:
     fleet = Fleet(6)
     assert fleet.asked("c0") == {"own-rule": "tried", "validation-share": 0.2}
-    for _ in range(7):
+    for _ in range(5):
         fleet.round(0.1, 0.2, 0.15)
     assert fleet.rule() == "tried"
     fleet.round(0.1, 0.2, 0.15)
-    assert fleet.asked("c0") == {"own-rule": "alone"}
+    assert fleet.asked("c0") == fleet.asked("c5") == {"own-rule": "alone"}
+
+
+def test_a_third_of_the_clients_are_on_trial_and_four_at_least() -> None:
+    for clients, tried in ((3, 3), (6, 4), (12, 4), (13, 5), (24, 8)):
+        fleet = Fleet(clients)
+        for others in ("skipped", "joint", "skipped", "joint"):
+            rules = [fleet.asked(name)["own-rule"] for name in fleet.seen.names]
+            assert (rules.count("tried"), rules.count(others)) == (tried, clients - tried)
+    fleet.asked("c5")
+    assert fleet.asked("c5") == {"own-rule": "joint", "validation-share": 0.2}
+    # Reports of the others do not count.
+    for _ in range(5):
+        fleet.round(-0.2, -0.1, -0.2, -0.1, *8 * [0.9], *4 * [-0.1, 0.9, 0.9])
+    assert fleet.rule() == "mixed"
 
 
 def test_a_trial_goes_on_while_the_received_model_catches_up() -> None:
     fleet = Fleet(6)
-    ahead = [0.4 - 0.02 * task for task in range(25)]
-    for task in range(19):
+    ahead = [0.24 - 0.02 * task for task in range(16)]
+    for task in range(12):
         fleet.round(ahead[task], ahead[task] + 0.01)
     assert fleet.rule() == "tried"
-    # Differences go from 0.04 ahead to 0.04 behind; of the newest ones most are behind.
-    for task in range(19, 25):
+    # Differences go from 0.01 ahead to 0.06 behind; of the newest ones most are behind.
+    for task in range(12, 16):
         fleet.round(ahead[task], ahead[task] + 0.01)
     assert fleet.rule() == "mixed"
 
 
-def test_it_ends_after_24_tasks_though_the_difference_still_shrinks() -> None:
+def test_it_ends_after_18_tasks_though_the_difference_still_shrinks() -> None:
     fleet = Fleet(6)
-    for task in range(23):
+    for task in range(17):
         fleet.round(0.9 - 0.03 * task, 0.91 - 0.03 * task)
     assert fleet.rule() == "tried"
-    fleet.round(0.21, 0.22)
+    fleet.round(0.39, 0.40)
     assert fleet.rule() == "alone"
 
 
 def test_an_own_model_that_has_learned_from_the_kept_samples_is_given_up(tmp_path: Path) -> None:
     node = node_with(tmp_path / "d.npz", *classes(8))
-    node.state["own-line"] = line(4.0)
-    for number, (rule, begins_with) in enumerate([("alone", 4.0), ("mixed", -2.0)], start=1):
-        asked = {"task": number, "lr": 1e-9, **OWN, "own-rule": rule}
-        told = app(message("train", asked, line(-2.0)), node).content["metrics"]
-        assert slope_of(node.state["own-line"]) == pytest.approx(begins_with)  # type: ignore[arg-type]
+    asked = {"lr": 1e-9, **OWN}
+    for rule in ("mixed", "tried", "joint"):
+        node.state["own-line"] = line(4.0)
+        app(message("train", {"task": 1, **asked, "own-rule": "alone"}, line(-2.0)), node)
+        assert slope_of(node.state["own-line"]) == pytest.approx(4.0)  # type: ignore[arg-type]
+        shared = {"task": 2, **asked, "own-rule": rule, "validation-share": 0.25}
+        told = app(message("train", shared, line(-2.0)), node).content["metrics"]
+        assert slope_of(node.state["own-line"]) == pytest.approx(-2.0)  # type: ignore[arg-type]
         assert "own-score" not in told
 
 
 def test_the_newest_comparisons_count_most() -> None:
     fleet = Fleet(6)
-    for _ in range(6):
+    for _ in range(5):
         fleet.round(0.2, 0.1)
     # The common model is late by one task: means of
     # 0.2 and 0.1 become -0.05 and -0.1 after the next.
@@ -304,20 +349,23 @@ def test_the_newest_comparisons_count_most() -> None:
 
 
 def test_trials_are_not_cut_short_and_end_with_what_is_likely() -> None:
-    fleet = Fleet(6)
-    for _ in range(5):
+    fleet = Fleet(20)
+    for _ in range(4):
         fleet.round(-0.1, -0.2)
     assert fleet.rule() == "tried"
-    # The mean of 0.3 and -0.05 is above 0 with a probability of 0.91, by Student's t of 5 degrees.
-    for _ in range(12):
+    # On trial are c0 to c3, c12, c15 and c18: the mean of four times 0.3 and three times -0.05 is
+    # above 0 with a probability of 0.96, by Student's t of 6 degrees.
+    for _ in range(4):
         fleet.round(0.3, -0.05)
+    assert fleet.rule() == "tried"
+    fleet.round(0.3, -0.05)
     assert fleet.rule() == "alone"
 
 
 @pytest.mark.parametrize("better", [(0.1, -0.1), (math.nan,), (0.02, 0.3, -0.25)])
 def test_without_a_clear_difference_trials_end_with_mixtures(better: tuple[float, ...]) -> None:
     fleet = Fleet(6)
-    for _ in range(11):
+    for _ in range(8):
         fleet.round(*better)
     assert fleet.rule() == "tried"
     fleet.round(*better)
@@ -338,19 +386,11 @@ def test_smaller_errors_are_better() -> None:
     assert fleet.rule() == "alone"
 
 
-def test_own_models_of_no_use_are_trained_every_fourth_task() -> None:
+def test_own_models_are_trained_from_mixtures_with_every_third_task() -> None:
     fleet = Fleet(6)
-    for _ in range(6):
+    for _ in range(5):
         fleet.round(-0.1, -0.2)
-    for _ in range(3):
-        fleet.round(0.0)
-    assert {fleet.rule() for _ in range(4)} == {"mixed"}
-    fleet.round(0.0)
-    assert [fleet.rule() for _ in range(8)] == 2 * ["skipped", "skipped", "skipped", "mixed"]
-    # When mixtures are better again, each task trains from them.
-    for _ in range(4):
-        fleet.round(0.3, 0.2)
-    assert {fleet.rule() for _ in range(4)} == {"mixed"}
+    assert fleet.rules(6) == 2 * ["skipped", "skipped", "mixed"]
 
 
 def test_groups_that_have_been_found_need_no_trial() -> None:
@@ -360,7 +400,7 @@ def test_groups_that_have_been_found_need_no_trial() -> None:
     assert fleet.rule() == "alone"
     parts = [fleet.seen.names[:6], fleet.seen.names[6:]]
     fleet.seen.clusters.split(0, parts, score=1.0, threshold=0.5)
-    assert fleet.asked("c0") == fleet.asked("c6") == {"own-rule": "mixed"}
+    assert fleet.rule() == "mixed"
 
 
 def test_clients_that_are_all_excluded_decide_nothing() -> None:
@@ -385,20 +425,21 @@ def test_what_an_own_model_costs_is_charged() -> None:
         return cost.scale
 
     epochs, mixed = {**OWN, "local-epochs": 2}, {"own-rule": "mixed"}
-    # Three quarters of the samples again, and forward passes of a quarter through seven models,
+    # Three quarters of the samples again, and forward passes of a quarter through five models,
     # beside two passes over all samples of three forward passes each.
-    own = 0.75 + 0.25 * 7 / 6
+    own = 0.75 + 0.25 * 5 / 6
     assert scale() == 1.0
     assert scale(**epochs, **mixed) == pytest.approx(1.0 + own)
     assert scale(**epochs, **mixed, **{"compute-scale": 0.25}) == pytest.approx(0.25 + own)
     assert scale(**epochs, **mixed, **{"compute-scale": 0.25, "kind": "losses"}) == 0.25
-    # On trial, both models train on three quarters of the samples.
+    # On trial, both models train on three quarters of the samples, and both are tested.
     assert scale(**epochs, **{"own-rule": "tried"}) == pytest.approx(2 * 0.75 + 0.25 * 7 / 6)
-    assert scale(**epochs, **{"own-rule": "alone"}) == 2.0
+    assert scale(**epochs, **{"own-rule": "joint"}) == pytest.approx(0.75 + 0.25 * 5 / 6)
+    assert scale(**epochs, **{"own-rule": "alone"}) == 1.0
     assert scale(**epochs, **{"own-rule": "skipped"}) == 1.0
     # A number of mini-batches costs the same with fewer samples: 8 of 20 pass thrice, or 1.2.
     steps = {**OWN, "local-steps": 2, "batch-size": 4}
-    assert scale(**steps, **mixed) == pytest.approx(2 + 0.25 * 7 / 1.2)
+    assert scale(**steps, **mixed) == pytest.approx(2 + 0.25 * 5 / 1.2)
 
 
 def test_panicle_has_it_by_default(tmp_path: Path) -> None:

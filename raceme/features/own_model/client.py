@@ -19,6 +19,7 @@ from raceme.core.training_settings import TrainingSettings
 from raceme.features.own_model import (
     ALONE,
     COMMON_SCORE,
+    JOINT,
     MIXED,
     OWN_MODEL,
     OWN_SCORE,
@@ -43,6 +44,24 @@ _USE = "own-use"
 _HUGE_LOSS = 1e30
 
 
+def model_to_train(work: ClientWork, received: ArrayRecord) -> ArrayRecord:
+    """Return the model that a task trains: the received one, or one for both.
+
+    Under the rule JOINT it is the mixture in use, under ALONE the client's own model.
+    """
+    rule, own = work.settings.get(RULE), work.state.array_records.get(_OWN)
+    if own is None or rule not in (JOINT, ALONE):
+        return received
+    if rule == ALONE:
+        return own
+    if _trains_alone(work):
+        # It was trained on samples that are held out from now on.
+        return received
+    spec = work.receive(received)
+    _mix(work.client, own)
+    return work.client.network.write(spec)
+
+
 def train_own_model(
     work: ClientWork, received: ArrayRecord, settings: TrainingSettings
 ) -> dict[str, float]:
@@ -51,36 +70,45 @@ def train_own_model(
     Parameters
     ----------
     received : ArrayRecord
-        The model as received; the client's network has the model trained from it.
+        The model as received; the client's network has the trained one, see :func:`model_to_train`.
     settings : TrainingSettings
         Settings of that training. The own model is trained without a proximal term.
 
     Returns
     -------
     dict[str, float]
-        Scores on the kept samples, as metrics of the reply. Under the rule TRIED, those of the own
-        model and of the received model mixed with its trained version; under MIXED, those of the
-        mixture in use and of the received model before training; none otherwise.
+        Under the rule TRIED, scores on the kept samples as metrics of the reply: those of the own
+        model and of the received model mixed with its trained version.
     """
     rule, state = str(work.settings.get(RULE, MIXED)), work.state
-    client = work.client if rule == ALONE else _with_validation_samples(work)
-    network, kept = client.network, client.validation
     if rule == SKIPPED:
-        if _OWN not in state and is_usable(network.weights):
-            state[_OWN] = network.write(ModelSpec.of(received))
+        if _OWN not in state:
+            _keep(work, received)
         return {}
-    trained = network.write(ModelSpec.of(received)) if rule == TRIED else received
-    spec, own = work.receive(received), state.array_records.get(_OWN)
-    if own is not None and rule != ALONE and _trains_alone(work):
+    scores = dict[str, float]()
+    if rule in (TRIED, MIXED):
+        scores = _train_both(work, received, settings, rule)
+    _keep(work, received)
+    state[_USE] = ConfigRecord({RULE: rule})
+    return scores
+
+
+def _train_both(
+    work: ClientWork, received: ArrayRecord, settings: TrainingSettings, rule: str
+) -> dict[str, float]:
+    """Train the own model in addition to the received one; see :func:`train_own_model`."""
+    client, own = _with_validation_samples(work), work.state.array_records.get(_OWN)
+    network, kept = client.network, client.validation
+    trained = network.write(ModelSpec.of(received))
+    work.receive(received)
+    if own is not None and _trains_alone(work):
         # It was trained on samples that are held out from now on.
         own = None
     scores = dict[str, float]()
-    if own is not None and kept is not None and rule == MIXED:
-        scores[COMMON_SCORE] = evaluate(network, kept)[0]
+    if own is not None and rule == MIXED:
         _mix(client, own)
-        scores[OWN_SCORE] = evaluate(network, kept)[0]
     elif own is not None:
-        if kept is not None and rule == TRIED:
+        if kept is not None:
             _mix(client, trained)
             scores[COMMON_SCORE] = evaluate(network, kept)[0]
         network.read(own)
@@ -88,11 +116,14 @@ def train_own_model(
     train_locally(network, client.train, settings, work.generator(part=1), {})
     if own is not None and kept is not None and rule == TRIED:
         scores[OWN_SCORE] = evaluate(network, kept)[0]
-    # The result of a diverged training must not enter the client's state.
-    if is_usable(network.weights):
-        state[_OWN] = network.write(spec)
-    state[_USE] = ConfigRecord({RULE: rule})
     return scores
+
+
+def _keep(work: ClientWork, received: ArrayRecord) -> None:
+    """Keep the model in the client's network as its own, unless its training has diverged."""
+    network = work.client.network
+    if is_usable(network.weights):
+        work.state[_OWN] = network.write(ModelSpec.of(received))
 
 
 def use_mixture(work: ClientWork) -> None:

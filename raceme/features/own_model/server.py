@@ -1,13 +1,13 @@
 """The server half: how own models are trained, a decision for each cluster.
 
 The few validation samples of one client hardly show whether other clients' models help it; the
-samples of all clients of a cluster do. If there are several clusters, own models are trained from
-mixtures with the received model. If there is one, a trial comes first: own models are trained from
-their former weights, and clients report scores on samples that train neither model, of their own
-model and of the received model after a task, mixed with its former weights. If own models are
+samples of many clients of a cluster do. If there are several clusters, own models are trained from
+mixtures with the received model. If there is one, a trial comes first: a third of the clients train
+own models from their former weights, and report scores on samples that train neither model, of
+their own model and of the received model after a task, mixed with its former weights. The others
+train the mixture in place of the received model, with every other task. If own models are
 significantly better, and their lead does not shrink, the cluster's clients train them alone from
-then on, with all samples; otherwise from mixtures. Own models are then trained with each task while
-mixtures are better than the received model, and else only now and then.
+then on, with all samples; otherwise from mixtures, with every third task.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from raceme.core.requests import Request, Update, Value
 from raceme.features.own_model import (
     ALONE,
     COMMON_SCORE,
+    JOINT,
     MIXED,
     MIXTURE,
     OWN_MODEL,
@@ -45,30 +46,29 @@ _SURE, _LIKELY = 0.99, 0.9
 """Probabilities from which on a difference is significant: during a trial, and at its end."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision."""
-_MIXED, _ALONE, _LONGEST, _SHRINKING = 6.0, 8.0, 12.0, 24.0
+_ON_TRIAL = 1 / 3
+"""Share of a cluster's clients that are on trial."""
+_TOGETHER, _ALONE, _LONGEST, _SHRINKING = 5.0, 6.0, 9.0, 18.0
 """Comparisons per client: before the first number no trial ends with mixtures, before the second
 none ends with training alone. A trial ends at the third number, or at the fourth if the received
 model catches up: models that learn faster at first need not be better in the end."""
-_USED = 4.0
-"""Comparisons per client of mixtures with received models before mixtures can count as useless."""
 _OFTEN = 32
 """Most decisions of a cluster per update of each member."""
-_RARELY = 4
-"""Interval, in tasks, in which useless own models are trained."""
+_JOINT, _MIXED = 2, 3
+"""Intervals, in tasks, in which own models are trained from mixtures: during a trial, by clients
+that are not on it, and after it."""
 _NEWEST, _LONGER = 0.5, 0.2
 """Weights of a client's newest comparison in the running means."""
 
 
 @dataclass
 class ModelComparison:
-    """A client's comparisons of its own model, or of the mixture in use, with the received model.
+    """A client's comparisons of its own model with the received one, in a trial.
 
     Attributes
     ----------
     cluster : int
         Cluster of the received model.
-    rule : str
-        Rule of the tasks.
     better, before : float
         Running means of the score differences: a fast one, and a slow one.
     count : int
@@ -76,7 +76,6 @@ class ModelComparison:
     """
 
     cluster: int
-    rule: str
     better: float = 0.0
     before: float = 0.0
     count: int = 0
@@ -97,20 +96,20 @@ class OwnModelState:
     Attributes
     ----------
     comparisons : dict[str, ModelComparison]
-        Comparisons of each client, under the present rule of its cluster.
+        Comparisons of each client on trial.
+    tried : dict[str, bool]
+        Whether each client is on trial when there is one.
     rules : dict[int, str]
         Decisions, by cluster.
-    seldom : list[int]
-        Clusters with rule MIXED whose mixtures are not better than the received model.
     tasks : dict[str, int]
-        Tasks sent to each client of these clusters.
+        Tasks sent to each client that is not on trial and does not train alone.
     asked : dict[str, str]
         Rule of the last task sent to each client.
     """
 
     comparisons: dict[str, ModelComparison] = field(default_factory=dict)
+    tried: dict[str, bool] = field(default_factory=dict)
     rules: dict[int, str] = field(default_factory=dict)
-    seldom: list[int] = field(default_factory=list)
     tasks: dict[str, int] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
 
@@ -152,48 +151,41 @@ class OwnModel(Feature):
         tests |= {names.COMPLETED_BY: MIXTURE, OWN_MODEL: share}
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
-        """Return the cost of training the own model, and of testing mixtures or both models."""
+        """Return the further cost of a task: training, and tests of mixtures or both models."""
         kept, rule = float(settings.get(OWN_MODEL, 0.0)), settings.get(RULE)  # type: ignore[arg-type]
-        if not kept or rule == SKIPPED:
+        if not kept or rule in (SKIPPED, ALONE):
             return 0.0
-        if rule == ALONE:
-            return 1.0
-        tests = len(SHARES) + 2
-        # Tasks in steps take as long with fewer samples. In a trial both trainings hold out
-        # samples.
-        spared = 0.0 if settings.get(names.LOCAL_STEPS) else kept * (2 if rule == TRIED else 1)
-        return 1.0 - spared + kept * names.forward_cost(settings, examples, tests)
+        tests = len(SHARES) + (2 if rule == TRIED else 0)
+        # Trainings that hold out samples are shorter, but not those of a number of steps.
+        shorter = 2 if rule == TRIED else 1
+        spared = 0.0 if settings.get(names.LOCAL_STEPS) else kept * shorter
+        trained = 0.0 if rule == JOINT else 1.0
+        return trained - spared + kept * names.forward_cost(settings, examples, tests)
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """State the rule in the request; short tasks, such as probes, train no own model."""
-        cluster = context.clusters.main(request.client)
-        rule = self._rule(cluster, context)
-        if names.TASK_SHARE in request.settings:
-            rule = SKIPPED
-        elif cluster in self.state.seldom:
-            tasks = self.state.tasks[request.client] = self.state.tasks.get(request.client, 0) + 1
-            rule = rule if tasks % _RARELY == 0 else SKIPPED
+        rule = self._rule_of_task(request, context)
         self.state.asked[request.client] = rule
         added: dict[str, Value] = {RULE: rule}
-        if rule == TRIED:
+        if rule in (TRIED, JOINT):
             added[names.VALIDATION_SHARE] = self._share
         return replace(request, settings={**request.settings, **added})
 
     def on_update(self, update: Update, context: FeatureContext) -> Update:
         """Add a client's comparison, and decide for its cluster."""
         client, cluster = update.task.client, context.clusters.main(update.task.client)
-        rule = self._rule(cluster, context)
-        if update.task.cluster != cluster or rule == ALONE or self.state.asked.get(client) != rule:
+        is_compared = self.state.asked.get(client) == TRIED == self._rule(cluster, context)
+        if update.task.cluster != cluster or not is_compared:
             return update
         known = self.state.comparisons.get(client)
-        if known is None or (known.cluster, known.rule) != (cluster, rule):
-            known = self.state.comparisons[client] = ModelComparison(cluster, rule)
+        if known is None or known.cluster != cluster:
+            known = self.state.comparisons[client] = ModelComparison(cluster)
         own, common = (update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE))
         # For errors, smaller is better.
         known.add((own - common) * (-1 if context.spec.outputs == 1 else 1))
         # A decision counts all members, so it is rare in a large cluster.
         if context.updates % max(1, context.clusters.size(cluster) // _OFTEN) == 0:
-            self._decide(cluster, rule, context)
+            self._decide(cluster, context)
         return update
 
     def _rule(self, cluster: int, context: FeatureContext) -> str:
@@ -201,24 +193,39 @@ class OwnModel(Feature):
         is_only = len(context.clusters.models) == 1
         return self.state.rules.get(cluster, TRIED if is_only else MIXED)
 
-    def _decide(self, cluster: int, rule: str, context: FeatureContext) -> None:
-        """Decide for a cluster if half of its clients or more have compared models."""
-        members, state = context.clusters.clients(cluster), self.state
+    def _rule_of_task(self, request: Request, context: FeatureContext) -> str:
+        """Return the rule of a client's next task."""
+        client, state = request.client, self.state
+        rule = self._rule(context.clusters.main(client), context)
+        if names.TASK_SHARE in request.settings:
+            return SKIPPED
+        if rule == ALONE or (rule == TRIED and self._is_on_trial(client)):
+            return rule
+        tasks = state.tasks[client] = state.tasks.get(client, 0) + 1
+        if rule == TRIED:
+            return JOINT if tasks % _JOINT == 0 else SKIPPED
+        return MIXED if tasks % _MIXED == 0 else SKIPPED
+
+    def _is_on_trial(self, client: str) -> bool:
+        """Return whether a client is on trial: the first four that ask, and a third of all."""
+        tried = self.state.tried
+        if client not in tried:
+            tried[client] = sum(tried.values()) < max(_FEWEST, _ON_TRIAL * (len(tried) + 1))
+        return tried[client]
+
+    def _decide(self, cluster: int, context: FeatureContext) -> None:
+        """Decide for a cluster if half of its clients on trial or more have compared models."""
+        state = self.state
+        members = [c for c in context.clusters.clients(cluster) if state.tried.get(c)]
         found = [state.comparisons.get(client) for client in members]
-        known = [one for one in found if one and (one.cluster, one.rule) == (cluster, rule)]
+        known = [one for one in found if one and one.cluster == cluster]
         # Clients that are offline, or that a feature excludes, do not count.
         if not known or 2 * len(known) < len(members):
             return
         tasks = statistics.fmean(one.count for one in known)
-        if rule == MIXED:
-            if tasks >= _USED:
-                is_useful = statistics.fmean(one.better for one in known) > 0.0
-                state.seldom = [other for other in state.seldom if other != cluster]
-                state.seldom += [] if is_useful else [cluster]
-            return
         are_enough = len(known) >= _FEWEST
         chance = chance_above_zero([one.better for one in known]) if are_enough else 0.5
-        if tasks >= _MIXED and chance <= 1 - _SURE:
+        if tasks >= _TOGETHER and chance <= 1 - _SURE:
             state.rules[cluster] = MIXED
         elif chance >= _LIKELY and tasks < _SHRINKING and _is_shrinking(known):
             # The received model catches up, as it learns more slowly or was under attack.
