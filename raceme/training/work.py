@@ -168,7 +168,9 @@ class ClientWork:
             self.client.network.restore(self.state.array_records[BATCH_NORM])
         return spec
 
-    def give(self, spec: ModelSpec, received: ArrayRecord) -> ArrayRecord:
+    def give(
+        self, spec: ModelSpec, received: ArrayRecord, start: ArrayRecord | None = None
+    ) -> ArrayRecord:
         """Return the trained model from the client's network, without the client's own arrays.
 
         Parameters
@@ -177,9 +179,14 @@ class ClientWork:
             Layout of the received model, as :meth:`receive` returned it.
         received : ArrayRecord
             The received model, whose values replace the client's own arrays.
+        start : ArrayRecord, optional
+            The model that was trained, by default the received one; the change of another is added
+            to the received one.
         """
         network = self.client.network
         model = network.write(spec)
+        if start is not None and start is not received:
+            model = _moved(spec, received, start, model)
         if self._keeps_batch_norm:
             own = network.keep(network.batch_norm)
             # Arrays of a diverged training must not enter the client's state.
@@ -707,9 +714,7 @@ def train_model(
         before_step=before_step,
     )
     scores |= score_upload(work, forward)
-    model = work.give(spec, received)
-    if start is not received:
-        model = _moved(spec, received, start, model)
+    model = work.give(spec, received, start)
     for setting, target in AFTER_TRAINING.items():
         if setting in work.settings:
             scores |= load(target)(work, received, settings)

@@ -95,6 +95,23 @@ def test_shared_batch_normalisation_travels_and_leaves_nothing(tmp_path: Path) -
     assert not node.state
 
 
+def test_the_change_of_an_own_model_moves_weights_and_replaces_statistics(tmp_path: Path) -> None:
+    received = batch_norm(3.0, 9.0, 7)
+    asked = {"task": 1, "own-model": 0.2, "own-rule": "alone"}
+    for kept in ("shared", "local"):
+        node = own_batch_norm(tmp_path, batch_norm=kept)
+        node.state["own-line"] = batch_norm(1.0, 0.0, 0)
+        reply = app(message("train", asked, received), node).content["arrays"]
+        if kept == "local":
+            assert reply == received
+            continue
+        sent = numbers(reply)
+        # As above, gamma moves from 1 by 1 - p; here this change is added to 3.
+        assert sent["weight"] == pytest.approx(3 + 1 - 1 / (1 + np.exp(-2)), rel=1e-4)
+        assert sent["running_mean"] == pytest.approx([0.3, 0.2])
+        assert sent["num_batches_tracked"] == 1
+
+
 def test_every_kind_of_work_uses_the_clients_own_batch_normalisation(tmp_path: Path) -> None:
     node = own_batch_norm(tmp_path)
     app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node)
