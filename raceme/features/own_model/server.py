@@ -2,7 +2,7 @@
 
 The few validation samples of one client hardly show whether other clients' models help it; the
 samples of many clients of a cluster do. If there are several clusters, own models are trained from
-mixtures with the received model. If there is one, a trial comes first: a third of the clients train
+mixtures with the received model. If there is one, a trial comes first: half of the clients train
 own models from their former weights, and report scores on samples that train neither model, of
 their own model and of the received model after a task, mixed with its former weights. The others
 train the mixture in place of the received model, with every other task. If own models are
@@ -46,7 +46,7 @@ _SURE, _LIKELY = 0.99, 0.9
 """Probabilities from which on a difference is significant: during a trial, and at its end."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision."""
-_ON_TRIAL = 1 / 3
+_ON_TRIAL = 0.5
 """Share of a cluster's clients that are on trial."""
 _TOGETHER, _ALONE, _LONGEST, _SHRINKING = 5.0, 6.0, 9.0, 18.0
 """Comparisons per client: before the first number no trial ends with mixtures, before the second
@@ -207,7 +207,7 @@ class OwnModel(Feature):
         return MIXED if tasks % _MIXED == 0 else SKIPPED
 
     def _is_on_trial(self, client: str) -> bool:
-        """Return whether a client is on trial: the first four that ask, and a third of all."""
+        """Return whether a client is on trial: the first four that ask, and half of all."""
         tried = self.state.tried
         if client not in tried:
             tried[client] = sum(tried.values()) < max(_FEWEST, _ON_TRIAL * (len(tried) + 1))
