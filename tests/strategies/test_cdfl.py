@@ -15,13 +15,13 @@ from raceme.core.clients import Client
 from raceme.core.clusters import NonFiniteModelError
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.messages import Vector
+from raceme.core.messages import ModelSpec, Vector, from_array
 from raceme.core.requests import InFlight, InvalidReplyError, Update
 from raceme.records.store import read_events
 from raceme.runs.experiment import simulate
 from raceme.simulation import Device
 from raceme.strategies import CDFL, CDFLParameters, FedSoftAsync, Plan
-from raceme.strategies.cdfl.fedsoft import stated_shares
+from raceme.strategies.cdfl.fedsoft import FedSoftAsyncParameters, stated_shares
 
 
 class Centres:
@@ -285,14 +285,66 @@ def test_fedsoft_async_takes_only_shares_that_are_a_mixture() -> None:
             stated_shares(upload("c0", 1.0, shares=shares), 2)
 
 
-def soft_async() -> FedSoftAsync:
+def soft_async(**options: object) -> FedSoftAsync:
     """FedSoft-Async with three clients and two clusters, at (0, 0) and (4, 0)."""
-    soft = FedSoftAsync()
+    soft = FedSoftAsync(FedSoftAsyncParameters(**options))  # type: ignore[arg-type]
+    soft._spec = ModelSpec(("weights",), ((2,),), ("float32",))
     soft.starts = [np.zeros(2, np.float32), np.array([4, 0], np.float32)]
     soft.initialize(np.zeros(2, np.float32))
     for number in range(3):
-        soft.on_join(Client(f"c{number}", 10))
+        client = soft.progress.fleet.clients[f"c{number}"] = Client(f"c{number}", 10)
+        soft.on_join(client)
     return soft
+
+
+def test_fedsoft_async_evaluates_losses_only_if_clients_wait_for_them() -> None:
+    assert soft_async().needs.kinds == {"train-mixed"}
+    assert soft_async(requests="loss").needs.kinds == {"train-mixed", "losses"}
+
+
+def test_fedsoft_async_starts_from_pretrained_models() -> None:
+    assert soft_async().needs.pretrained
+    assert soft_async().has_distributions
+
+
+def test_fedsoft_async_sends_all_models_with_the_shares_last_stated() -> None:
+    soft = soft_async(rho=0.3)
+    work = soft.request_for("c0")
+    sent = {name: soft.spec.unpack(record).tolist() for name, record in work.arrays.items()}
+    assert sent == {"arrays-0": [0.0, 0.0], "arrays-1": [4.0, 0.0]}
+    # Two passes without gradients beside one with them, which costs three.
+    assert work.settings == {"proximal-mu": 0.3, "compute-scale": pytest.approx(1 + 2 / 3)}
+    soft.applied([upload("c0", 0.0, 0.0, shares=[0.75, 0.25])])
+    record = soft.request_for("c0").arrays["shares"]
+    assert from_array(record["shares"]).tolist() == [0.75, 0.25]
+
+
+def test_fedsoft_async_compares_an_upload_with_the_mixture_of_the_models_sent() -> None:
+    soft = soft_async()
+    one = upload("c0", 1.0, 0.0, shares=[0.75, 0.25])
+    soft.bases.open(one.task, soft.models, {}, [np.zeros(2), np.array([4, 0])])
+    assert soft.base_of(one).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("shares", "mixture"), [((), 2.0), ((0.75, 0.25), 1.0)])
+def test_a_client_of_fedsoft_async_evaluates_its_mixture_or_the_mean_before_it_states_one(
+    shares: tuple[float, ...], mixture: float
+) -> None:
+    soft = soft_async(requests="loss")
+    one = upload("c0", 0.0, 0.0, shares=shares)
+    soft.scheduling.accept(one, 0.0)
+    if shares:
+        soft.applied([one])
+    work = soft.request_for("c0")
+    assert (work.kind, work.settings) == ("losses", {"compute-scale": pytest.approx(1 / 3)})
+    assert soft.spec.unpack(work.arrays["arrays"]).tolist() == pytest.approx([mixture, 0.0])
+
+
+def test_a_cluster_of_fedsoft_async_without_updates_so_far_takes_the_first_one_fully() -> None:
+    # e_k − τ = 0, below b.
+    soft = soft_async(b=1.0)
+    applied = soft.applied([upload("c0", 1.0, 0.0, shares=[1.0, 0.0])])[0]
+    assert applied.weight == 0.025
 
 
 def test_fedsoft_async_takes_a_share_of_nothing() -> None:

@@ -42,6 +42,14 @@ def test_one_sample_of_five_against_it_decides_by_its_rank() -> None:
     assert no_worse(np.zeros(5), worse, epsilon=0.0, alpha=0.0625)
 
 
+def test_up_to_13_tied_differences_count_by_the_distribution_without_ties() -> None:
+    # The tied ones have rank 2 each. Of 2^13 signs, 3 give the ranks 1 to 13 a positive sum of at
+    # most 2, but 4 the tied ranks: p = 3 / 8192, not 4 / 8192.
+    other = near(1.0, -1.0, -1.0, *range(-11, -1))
+    assert no_worse(np.zeros(13), other, epsilon=0.0, alpha=3 / 8192)
+    assert not no_worse(np.zeros(13), other, epsilon=0.0, alpha=2.9 / 8192)
+
+
 def test_a_model_may_be_worse_by_less_than_epsilon() -> None:
     other = ONES + 0.5 + SPREAD
     assert no_worse(ONES, other, epsilon=0.56, alpha=0.05)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from clustered import NUMBERS, with_clients
 from flwr.app import Context, RecordDict
+from supported import SupportBench
 
 from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.messages import ModelSpec, to_array
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Update
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Request, Update
 from raceme.flower.messages import array_record, identify_process
 from raceme.strategies import FedSoft, FedSoftParameters
 from raceme.strategies.cdfl.fedsoft import importance_of
@@ -77,6 +78,50 @@ def test_a_round_of_all_counts_examples() -> None:
     # u n of cluster 0: 9, 10 and 3 of 22; of cluster 1: 1, 10 and 27 of 38.
     assert made.models[0].vector.tolist() == pytest.approx([54 / 22, 6 / 22])
     assert made.models[1].vector.tolist() == pytest.approx([166 / 38, 54 / 38])
+
+
+def test_a_client_without_a_known_number_of_examples_counts_as_one_sample() -> None:
+    made = soft(clients=2, selection="all")
+    made.state.drawn = {"c0": [0, 1], "c1": [0, 1]}
+    made.progress.fleet.clients["c0"] = _client("c0", 0)
+    made.applied([trained("c0", 1, 0), trained("c1", 3, 0)])
+    # u n of cluster 0: 0.9 · 1 and 0.5 · 10; of cluster 1: 0.1 · 1 and 0.5 · 10.
+    assert made.models[0].vector.tolist() == pytest.approx([15.9 / 5.9, 0.0])
+    assert made.models[1].vector.tolist() == pytest.approx([15.1 / 5.1, 0.0])
+
+
+def play(bench: SupportBench) -> list[Request]:
+    """Play a round in which the first model fits all samples; return its requests."""
+    done: list[Request] = []
+    while work := bench.hand_out():
+        for one in work:
+            done.append(one)
+            task = bench.open_task(one)
+            if one.kind == "losses":
+                bench.answer(task, {"losses": losses([1, 1], [2, 2])})
+            elif bench.finish([task], {}):
+                return done
+    return done
+
+
+def test_all_clients_evaluate_the_clusters_before_every_second_round() -> None:
+    bench = SupportBench(FedSoft(FedSoftParameters(k=2)), 4)
+    bench.method.train_config["local-epochs"] = 5
+    asked = [[one for one in play(bench) if one.kind == "losses"] for _ in range(3)]
+    everyone = {"c0", "c1", "c2", "c3"}
+    assert [{one.client for one in each} for each in asked] == [everyone, set(), everyone]
+    # Two forward passes beside five with gradients, which cost three each.
+    costs = {(one.models, one.settings["compute-scale"]) for one in asked[0]}
+    assert costs == {((0, 1), 2 / 15)}
+
+
+def test_only_the_drawn_clients_train_in_a_round() -> None:
+    bench = SupportBench(FedSoft(FedSoftParameters(k=2, drawn=1, strength=0.3)), 4)
+    work = [one for one in play(bench) if one.kind == "train-own"]
+    # Both clusters draw one of the four clients, possibly the same.
+    assert {one.client for one in work} == set(bench.method.state.drawn)
+    assert 1 <= len(work) <= 2
+    assert work[0].settings == {"proximal-mu": 0.3}
 
 
 def test_clusters_draw_by_importance_and_examples() -> None:
