@@ -10,12 +10,14 @@ import pytest
 from clustered import check_it_can_be_restored, homes
 from supported import SPREAD, SupportBench
 
+from raceme.core.clients import Client
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.core.requests import Update
 from raceme.runs.experiment import simulate
 from raceme.strategies import CFAACL, CFAACLParameters
 from raceme.strategies.faacl import LEND, MATCH
-from raceme.strategies.faacl.continual import matches
+from raceme.strategies.faacl.continual import ConceptRequest, matches
 
 HOME, NEAR, FAR = 1.0, 1.25, 9.0
 
@@ -34,6 +36,16 @@ def test_each_model_may_be_worse_away_from_home_by_less_than_epsilon(
     new, old = (losses(cluster_on_new), losses(HOME)), (losses(HOME), losses(local_on_old))
     assert matches(new, old, epsilon=0.5, alpha=0.05) == fits
     assert not matches(new, old, epsilon=0.5, alpha=0.001)
+
+
+def test_a_sample_is_evaluated_with_its_cluster_and_every_searching_client() -> None:
+    request = ConceptRequest(steps=[0])
+    request.measure("validation", 2, "c0")
+    for client in ("c1", "c2"):
+        request.measure("memory-0", 1, client)
+    # The request has the models of clusters 2 and 1, then those of c0, c1 and c2.
+    assert request.models() == ([2, 1], ["c0", "c1", "c2"])
+    assert (request.rows("validation"), request.rows("memory-0")) == ([0, 2], [1, 3, 4])
 
 
 def bench(clients: int = 2, **options: object) -> SupportBench:
@@ -62,6 +74,51 @@ def test_new_data_are_learned_from_the_first_model_and_a_sample_is_remembered() 
     assert (one.kind, one.models, one.settings["remembered"]) == ("learn", (), 50)
     assert one.settings["local-epochs"] == 20
     assert one.arrays["arrays"]["weights"].numpy().tolist() == [0.0, 0.0]
+
+
+def test_learned_models_change_no_cluster() -> None:
+    made = bench()
+    made.step = 1
+    released: list[Update] = []
+    for task in [made.open_task(work) for work in made.hand_out()]:
+        released += made.method.scheduling.accept(Update(task, np.full(2, 9.0), 10, 0.0), 0.0)
+    outcomes = made.method.applied(released)
+    assert [(one.cluster, one.weight) for one in outcomes] == [(1, 0.0), (2, 0.0)]
+    assert [float(made.method.models[k].vector[0]) for k in (1, 2)] == [1.0, 2.0]
+
+
+def test_all_clients_with_new_data_work_in_the_next_round() -> None:
+    # With clusters settled, a quarter of the clients would.
+    made = bench(4, fraction=0.25)
+    assert len(made.hand_out()) == 1
+    made = bench(4, fraction=0.25)
+    made.step = 1
+    assert {(one.client, one.kind) for one in made.hand_out()} == {
+        (f"c{index}", "learn") for index in range(4)
+    }
+
+
+def test_a_client_whose_data_change_between_two_models_of_a_round_learns_them_in_it() -> None:
+    made = bench()
+    made.method.state.supported.support(2, [1])
+    tasks = {one.client: made.open_task(one) for one in made.hand_out()}
+    made.step = 1
+    assert made.hand_out() == []
+    made.finish([tasks["c0"]], {"c0": 1.0})
+    # On the former data it would train cluster 2's model, which its cluster supports.
+    assert [(one.client, one.kind) for one in made.hand_out()] == [("c0", "learn")]
+
+
+def test_a_newcomer_finds_its_cluster_by_the_samples_of_others() -> None:
+    made = bench()
+    client = made.method.progress.fleet.clients["c2"] = Client("c2", 10, node_id=2)
+    made.method.on_join(client)
+    made.idle.add("c2")
+    assert made.method.serving("c2", 0) == made.method.placement("c2")
+    made.train({"c0": 1.0, "c1": 2.0, "c2": 2.5})
+    made.search(lambda model, client, where: NEAR if model in ("2", "c2") else FAR)
+    assert homes(made.method) == {"c0": 1, "c1": 2, "c2": 2}
+    assert made.method.state.memory["c2"] == {0: 2}
 
 
 def test_a_client_comes_back_to_the_cluster_of_a_task_that_it_remembers() -> None:
@@ -129,6 +186,10 @@ def test_a_concept_of_another_client_is_found_by_what_that_one_remembers(borrow:
         # Own memory; then each lends samples to the other; then each measures on borrowed samples.
         assert kinds == [MATCH, MATCH, LEND, LEND, MATCH, MATCH]
         assert all("borrowed-0" in work.arrays for work in asked[4:])
+        # The sample of step 0, which takes no computation.
+        assert [work.settings for work in asked[2:4]] == [
+            {"memory-steps": [0], "compute-scale": 0.0}
+        ] * 2
     else:
         assert kinds == [MATCH] * 4
         assert not any("borrowed-0" in work.arrays for work in asked)
@@ -206,6 +267,60 @@ def test_one_missing_answer_leaves_open_whether_a_concept_is_new() -> None:
     assert "c0" in made.method.state.cold
 
 
+def test_a_sample_lent_without_labels_leaves_open_whether_a_concept_is_new() -> None:
+    made = bench()
+    made.method.step_of = lambda client: 1 if client == "c0" else 0
+    made.train({"c0": 5.0, "c1": 2.0})
+    while work := [one for one in made.hand_out() if one.kind in (MATCH, LEND)]:
+        for one in work:
+            if one.kind == LEND:
+                made.answer(made.open_task(one), {"memory-0-x": np.ones(8, np.float32)})
+            else:
+                made._found(one, lambda m, c, where: HOME if m == "c0" else FAR, ())
+    assert homes(made.method) == {"c0": 1, "c1": 2}
+    assert "c0" in made.method.state.cold
+
+
+def test_new_data_are_evaluated_only_on_the_client_that_has_them() -> None:
+    made = bench(borrow="losses")
+    made.method.step_of = lambda client: 1 if client == "c0" else 0
+    made.train({"c0": 5.0, "c1": 2.0})
+    asked = made.search(lambda model, client, where: HOME if model == client else FAR)
+    # c0 evaluates its own sample, then cluster 2; c1 evaluates its sample with c0's model.
+    assert [(one.client, one.settings.get("on")) for one in asked] == [
+        ("c0", "validation"),
+        ("c1", None),
+        ("c0", "validation"),
+    ]
+
+
+def test_each_searching_client_is_compared_by_its_own_model_on_the_same_sample() -> None:
+    made = bench(3, borrow="losses")
+    made.method.step_of = lambda client: 0 if client == "c2" else 1
+    made.train({"c0": 5.0, "c1": 6.0, "c2": 3.0})
+
+    def loss(model: str, client: str, where: str) -> float:
+        """Cluster 3 fits the new data of both; only c0's model fits the sample of c2."""
+        if where == "validation":
+            return HOME if model in ("3", client) else FAR
+        return HOME if client == "c2" and model in ("3", "c0") else FAR
+
+    made.search(loss)
+    assert homes(made.method) == {"c0": 3, "c1": 4, "c2": 3}
+
+
+def test_clusters_whose_clients_are_offline_are_compared_after_a_search() -> None:
+    made = bench()
+    made.method.step_of = lambda client: 1 if client == "c0" else 0
+    tasks = {one.client: made.open_task(one) for one in made.hand_out()}
+    made.finish(list(tasks.values()), {"c0": 5.0, "c1": 2.0})
+    made.method.on_leave("c1")
+    made.idle.remove("c1")
+    made.search(lambda model, client, where: HOME if model == client else FAR)
+    assert homes(made.method) == {"c0": 3, "c1": 2}
+    assert made.method.state.supported.partitions[0].clusters == [2, 3]
+
+
 @pytest.mark.parametrize("clients", [2, 4, 8])
 def test_a_search_takes_time_in_proportion_to_the_clusters(clients: int) -> None:
     """Algorithm 9 measures C and d on C's own sample, not every model on every sample.
@@ -278,6 +393,10 @@ def test_a_task_of_too_few_samples_for_a_test_is_an_error_before_a_run(
     with pytest.raises(UserError, match=message):
         simulate(RunConfig.from_mapping({**STREAM, **keys, "out": str(tmp_path / "out")}))
     assert not (tmp_path / "out").exists()
+
+
+def test_as_many_remembered_samples_as_a_test_needs_are_enough() -> None:
+    CFAACL(CFAACLParameters(remembered=5, alpha=0.05)).check(4)
 
 
 def test_what_was_trained_before_data_moved_on_is_not_what_was_learned_of_them() -> None:

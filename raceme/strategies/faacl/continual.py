@@ -256,10 +256,9 @@ class CFAACL(FAACL):
     def serving(self, client: str, step: int) -> Weights:
         """Return the present cluster of a client's data of a step."""
         known = self.state.memory.get(client, {})
-        cluster = self.state.supported.heir(known[step]) if step in known else None
-        if cluster is None or cluster not in self.models:
+        if step not in known:
             return self.placement(client)
-        return {cluster: 1.0}
+        return {self.state.supported.heir(known[step]): 1.0}
 
     # Before a round: searches, then Cluster Support and Cluster Merge.
 
@@ -336,11 +335,11 @@ class CFAACL(FAACL):
 
     def _search(self, context: SelectionContext) -> list[Request] | None:
         """Return the evaluations of the present stage; None without a search."""
-        state, rounds = self.state, self.scheduling
-        if not state.local or rounds.state.running or context.greeting:
+        state = self.state
+        if context.greeting:
             return None
         while state.local:
-            asked = rounds.ask_first(
+            asked = self.scheduling.ask_first(
                 context, self._has_untried_request, every=0, patience=ASKING_SECONDS
             )
             if asked is not None:
@@ -441,10 +440,9 @@ class CFAACL(FAACL):
 
     def _own_samples(self, client: str) -> list[Remembered]:
         """Return a client's own remembered samples, in order of time (Algorithm 8)."""
-        heir, models = self.state.supported.heir, self.models
+        heir = self.state.supported.heir
         known = sorted(self.state.memory.get(client, {}).items())
-        found = (Remembered(heir(cluster), client, step) for step, cluster in known)
-        return [remembered for remembered in found if remembered.cluster in models]
+        return [Remembered(heir(cluster), client, step) for step, cluster in known]
 
     def _begin_others(self) -> None:
         """Draw a sample of each cluster for the clients without a match (Algorithm 9)."""
@@ -513,7 +511,7 @@ class CFAACL(FAACL):
     def _is_match(self, client: str, remembered: Remembered) -> bool | None:
         """Return whether new data match a remembered sample; None without an answer."""
         state, name = self.state, numbered(keys.MEMORY, remembered.step)
-        if remembered.step not in state.memory.get(remembered.client, {}):
+        if remembered.step not in state.memory[remembered.client]:
             return False  # The sample is lost.
         holder = remembered.client
         request = state.requests.get(client)
