@@ -800,9 +800,7 @@ class Loop:
         self._fleet.clients[task.client].failures = 0
         self._method.on_answer(answer)
         down, up = self._traffic(answer)
-        self._observe(
-            events.AnswerTaken(now, task.client, task.kind, task.phase or task.kind, down, up)
-        )
+        self._observe(events.AnswerTaken(now, task.client, task.kind, task.phase, down, up))
         self._method.close_task(task)
         self._apply(self._method.scheduling.lost(task, now))
         self._mark_idle(task.client)
@@ -876,7 +874,7 @@ class Loop:
             accuracy_after=score(names.ACCURACY_AFTER),
             passes=names.count_of(metrics.get(names.SAMPLE_PASSES)),
             mixture=update.mixture,
-            phase=task.phase or task.kind,
+            phase=task.phase,
             cpu_seconds=update.cpu_seconds,
         )
 

@@ -276,6 +276,15 @@ def test_a_client_whose_key_is_revoked_leaves_with_its_work(listed: Path) -> Non
     assert {event.client for event in of(events.ClaimRefused, seen)} == {"c1"}
 
 
+def test_the_clients_after_one_whose_key_is_revoked_stay(listed: Path) -> None:
+    def revoke(event: events.Event) -> None:
+        if isinstance(event, events.UpdateApplied) and event.client == "c0":
+            listed.write_text(line(1, "c1"))
+
+    seen = run_with(listed, {}, 0, 1, observe=revoke, updates=20)
+    assert [event.client for event in of(events.ClientLeft, seen)] == ["c0"]
+
+
 def test_a_change_of_a_registered_key_is_an_event(listed: Path) -> None:
     grid = grid_of(lying_app({}), devices(1.0))
     changes = [[("c0", "rotated"), ("c7", "revoked")]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import time as clock
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from runs import ONES, devices, half, of, run
 
 from raceme.core import events
 from raceme.core.events import Ending
+from raceme.core.messages import REFUSED
 from raceme.core.requests import InFlight
+from raceme.core.strategy import Needs
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
     CASA,
@@ -184,6 +188,25 @@ class Counted(FedAsync):
         self.open -= 1
 
 
+class Expecting(FedAsync):
+    """FedAsync that notes the expected duration of each task."""
+
+    needs = Needs(latencies=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: dict[str, float] = {}
+
+    def on_sent(self, task: InFlight) -> None:
+        self.expected[task.client] = task.expected
+
+
+def test_methods_that_need_latencies_know_the_expected_duration_of_a_task() -> None:
+    strategy = Expecting()
+    run(strategy, grid_of(pulled_app(), devices(1.0, 3.0)), num_rounds=2)
+    assert strategy.expected == {"c0": 1.0, "c1": 3.0}
+
+
 @pytest.mark.parametrize(("concurrency", "most"), [(0, 6), (1, 1), (4, 4), (9, 6)])
 def test_no_more_clients_train_at_a_time_than_planned(concurrency: int, most: int) -> None:
     strategy = Counted()
@@ -287,6 +310,26 @@ def test_a_client_without_a_number_of_examples_is_refused(examples: float) -> No
     assert seen[-1].reason == "all clients are gone"
 
 
+class Noting(VirtualGrid):
+    """A grid that the loop takes for a real one, and that notes refusals without sending them."""
+
+    is_virtual = False
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        told = [message for message in messages if message.metadata.message_type == REFUSED]
+        self.refusals = [*vars(self).get("refusals", ()), *told]
+        return super().push_messages([message for message in messages if message not in told])
+
+
+@pytest.mark.parametrize(("timeout", "ttl"), [(20.0, 20.0), (200.0, 60.0)])
+def test_a_refused_device_gets_the_reason_for_at_most_a_minute(timeout: float, ttl: float) -> None:
+    grid = Noting(greeting(**{"num-examples": 0}), grid_of(pulled_app(), devices(1.0)).nodes)
+    run(half(), grid, timeout=timeout)
+    (told,) = grid.refusals
+    assert told.content["config"]["reason"] == "'node-100' has no examples to train on"
+    assert told.metadata.ttl == ttl
+
+
 @pytest.mark.parametrize("client_id", ["", "a\x1b[2Jb", "two\nlines", "x" * 129])
 def test_an_id_that_could_steer_a_terminal_is_refused(client_id: str) -> None:
     app = pulled_app()
@@ -314,6 +357,18 @@ def test_an_invalid_group_is_ignored(group: float) -> None:
     app = greeting(**{"num-examples": 5, "group": group})
     seen = run(half(), grid_of(app, devices(1.0)), num_rounds=1)
     assert of(events.ClientJoined, seen)[0].group is None
+
+
+def test_a_time_on_a_device_s_clock_is_reported_as_a_time_of_the_run() -> None:
+    def states_start(reply: Message, index: int) -> Message:
+        reply.content["metrics"]["started-at"] = clock.time() - 0.5
+        return reply
+
+    seen = run(half(), grid_of(pulled_app(change=states_start), devices(1.0)), num_rounds=1)
+    (applied,) = of(events.UpdateApplied, seen)
+    # The reply arrives at 1 s, half a second after the start and almost at once in real time.
+    assert -60.0 < applied.started_at <= 0.5
+    assert applied.finished_at is None
 
 
 # Ends of runs.

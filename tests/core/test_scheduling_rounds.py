@@ -6,13 +6,22 @@ from collections import Counter
 import numpy as np
 import pytest
 from fleets import MODEL, Change, grid_of, pulled_app, read, write
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from runs import ONES, devices, of
 
 from raceme.core import events
 from raceme.core.events import Ending
 from raceme.simulation import Device
+from raceme.simulation.devices import Workload
 from raceme.strategies import FedAvg, FedAvgParameters, FedProx, FedProxParameters, Plan
 
 
@@ -50,6 +59,18 @@ def test_a_round_by_hand() -> None:
     assert first.time == 0.0
     assert first.accuracy == pytest.approx((1 / (1 + 2 * 8**0.5) + 1 / (1 + 8 * 8**0.5)) / 2)
     assert set(result.evaluate_metrics_clientapp) == {0, 4}
+
+
+def test_a_round_waits_a_minute_for_a_node_that_does_not_answer_its_greeting() -> None:
+    def cost(message: Message, context: Context, examples: int) -> Workload | None:
+        is_late = context.node_config["partition-id"] == 1
+        is_greeting = message.metadata.message_type == MessageType.QUERY
+        return Workload(scale=99.0) if is_late and is_greeting else None
+
+    seen: list[events.Event] = []
+    grid = grid_of(pulled_app(), devices(1.0, 1.0), cost=cost)
+    FedAvg().run(grid, MODEL, max_updates=1, observe=seen.append)
+    assert of(events.UpdateApplied, seen)[0].dispatched_at == 60.0
 
 
 def test_the_round_in_which_the_limit_falls_is_completed() -> None:
