@@ -8,6 +8,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from raceme.core.messages import from_array, to_array
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.simulation.devices import CostFunction, training_cost
 
@@ -201,13 +202,13 @@ def several_of(content: RecordDict) -> list[np.ndarray]:
 
 def read(record: ArrayRecord) -> np.ndarray:
     """Return all arrays of a record as one vector."""
-    return np.concatenate([array.numpy().ravel() for array in record.values()])
+    return np.concatenate([from_array(array).ravel() for array in record.values()])
 
 
 def write(flat: np.ndarray) -> ArrayRecord:
     """Return eight numbers in the shape of MODEL."""
     flat = flat.astype(np.float32)
-    return ArrayRecord({"w": Array(flat[:4]), "b": Array(flat[4:].reshape(2, 2))})
+    return ArrayRecord({"w": to_array(flat[:4]), "b": to_array(flat[4:].reshape(2, 2))})
 
 
 def grid_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -32,9 +33,14 @@ REGISTRIES = [STRATEGIES, DATASETS, PARTITIONERS, DRIFTS, FEATURES, PROTECTIONS,
 
 def imported(code: str, folder: Path) -> set[str]:
     """Return the modules that a process has imported when it ends, with or without an error."""
-    told = "import atexit, sys\natexit.register(lambda: print('IMPORTED', *sorted(sys.modules)))\n"
+    told = "import atexit\natexit.register(lambda: print('IMPORTED', *sorted(sys.modules)))\n"
+    lines = [line for line in output_of(told + code, folder) if line.startswith("IMPORTED ")]
+    return set(lines[-1].split()[1:])
+
+
+def output_of(code: str, folder: Path) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", told + code],
+        [sys.executable, "-c", f"import sys\n{code}"],
         cwd=folder,
         env={"PYTHONPATH": str(ROOT), "PATH": "", "COLUMNS": "100"},
         capture_output=True,
@@ -42,18 +48,32 @@ def imported(code: str, folder: Path) -> set[str]:
         timeout=120,
         check=False,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("IMPORTED ")]
-    assert lines, done.stderr
-    return set(lines[-1].split()[1:])
+    assert done.stdout, done.stderr
+    return done.stdout.splitlines()
 
 
 def command(*arguments: str) -> str:
     return f"sys.argv = {['raceme', *arguments]!r}\nfrom raceme.cli import main\nmain()"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def imported_by(commands: Sequence[tuple[str, ...]], folder: Path) -> dict[str, set[str]]:
+    """Return the modules that one process has imported after each of several commands."""
+    code = f"""
+from raceme.cli import main
+for arguments in {list(commands)!r}:
+    sys.argv = ["raceme", *arguments]
+    try:
+        main()
+    except SystemExit:
+        pass
+    print("\\nAFTER", *sorted(sys.modules))
+"""
+    found = [line for line in output_of(code, folder) if line.startswith("AFTER ")]
+    return dict(zip(map(" ".join, commands), (set(line.split()) for line in found), strict=True))
+
+
+def test_help_lists_and_mistyped_names_need_none_of_what_a_run_needs(tmp_path: Path) -> None:
+    commands = [
         ("--help",),
         ("list",),
         ("run", "--strategy", "fedasinc"),
@@ -62,33 +82,27 @@ def command(*arguments: str) -> str:
         ("run", "--devices", "slow30"),
         ("compare", "fedasinc"),
         ("rnu",),
-    ],
-)
-def test_help_lists_and_mistyped_names_need_none_of_what_a_run_needs(
-    arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    found = imported(command(*arguments), tmp_path)
-    assert not {name.partition(".")[0] for name in found} & HEAVY
-    rooms = {name.split(".")[1] for name in found if name.startswith("raceme.")}
-    assert rooms <= {"cli", "core", "features"}
+    ]
+    for line, found in imported_by(commands, tmp_path).items():
+        assert not {name.partition(".")[0] for name in found} & HEAVY, line
+        rooms = {name.split(".")[1] for name in found if name.startswith("raceme.")}
+        assert rooms <= {"cli", "core", "features"}, line
 
 
-@pytest.mark.parametrize("mistyped", ["casa.gama", "panicle.levle"])
-def test_a_mistyped_key_needs_no_scikit_learn_and_no_torch(mistyped: str, tmp_path: Path) -> None:
-    found = imported(command("run", "--strategy", "fedasync", "--set", f"{mistyped}=1"), tmp_path)
-    assert f"raceme.strategies.{mistyped.partition('.')[0]}" in found
-    assert not {name.partition(".")[0] for name in found} & {"sklearn", "scipy", "torch"}
+def test_a_mistyped_key_needs_no_scikit_learn_and_no_torch(tmp_path: Path) -> None:
+    keys = ["casa.gama", "panicle.levle"]
+    commands = [("run", "--strategy", "fedasync", "--set", f"{key}=1") for key in keys]
+    for key, found in zip(keys, imported_by(commands, tmp_path).values(), strict=True):
+        assert f"raceme.strategies.{key.partition('.')[0]}" in found
+        assert not {name.partition(".")[0] for name in found} & {"sklearn", "scipy", "torch"}, key
 
 
-DEVICE = ("device", "--superlink", "127.0.0.1:1")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (*DEVICE, "--insecure", "--node-config", "data-file='missing.npz'"),
-        (*DEVICE, "--key", "missing"),
-        (*DEVICE, "--insecure", "--when", "soon"),
+def test_mistyped_commands_need_no_torch(tmp_path: Path) -> None:
+    device = ("device", "--superlink", "127.0.0.1:1")
+    commands = [
+        (*device, "--insecure", "--node-config", "data-file='missing.npz'"),
+        (*device, "--key", "missing"),
+        (*device, "--insecure", "--when", "soon"),
         ("serve",),
         ("serve", "--out", "run", "--certificates", "missing"),
         ("serve", "--out", "run", "--metrics", "nowhere"),
@@ -98,11 +112,9 @@ DEVICE = ("device", "--superlink", "127.0.0.1:1")
         ("compare", "casa", "--seeds", "5..2"),
         ("run", "--seeds", "3"),
         ("run", "--attackers", "0.3"),
-    ],
-    ids=" ".join,
-)
-def test_mistyped_commands_need_no_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    assert "torch" not in imported(command(*arguments), tmp_path)
+    ]
+    for line, found in imported_by(commands, tmp_path).items():
+        assert "torch" not in found, line
 
 
 def test_jobs_of_a_comparison_are_imported_without_ray(tmp_path: Path) -> None:
