@@ -14,10 +14,19 @@ import flwr.common.logger  # noqa: F401
 import hypothesis
 import pytest
 from forking import Commands, commands
+from painting import PAINTED, paint_only_if_told
 
 # The default deadline of 200 ms per example is too short on a busy machine.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+paint_only_if_told()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Paint figures for tests that look at them, and for their fixtures of any scope."""
+    os.environ[PAINTED] = str(int(item.get_closest_marker("pictures") is not None))
 
 
 @pytest.fixture(autouse=True)

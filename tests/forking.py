@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from painting import PAINTED, paint_only_if_told
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -44,7 +46,8 @@ class Commands:
         self.end()
         output.touch()
         files = [str(output), str(errors or output)]
-        self._process.stdin.write(json.dumps([*files, dict(environment or {}), *arguments]) + "\n")
+        given = {PAINTED: os.environ.get(PAINTED, ""), **(environment or {})}
+        self._process.stdin.write(json.dumps([*files, given, *arguments]) + "\n")
         self._process.stdin.flush()
         self._child = int(self._answer())
         return self._child
@@ -116,6 +119,7 @@ def _serve() -> None:
     import raceme.runs.experiment  # noqa: F401
     from raceme.cli import main
 
+    paint_only_if_told()
     for line in sys.stdin:
         output, errors, environment, *arguments = json.loads(line)
         child = os.fork()

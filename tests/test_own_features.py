@@ -56,6 +56,7 @@ def models(out: Path) -> bytes:
     return (out / "clusters" / "0.safetensors").read_bytes()
 
 
+@pytest.mark.pictures
 def test_updates_are_clipped_to_the_median_length(folder: Path) -> None:
     limits = ["--max-updates", "30", "--workers", "0", "--eval-every", "30"]
     said = type_in(*RUN, *limits, "--features", CLIP, "--clip.window", "4", "--out", "out")

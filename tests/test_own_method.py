@@ -35,6 +35,7 @@ def test_it_is_no_longer_than_a_page_or_two() -> None:
     assert sum(lines) <= 120
 
 
+@pytest.mark.pictures
 def test_its_kind_of_work_and_its_measure_are_everywhere(folder: Path) -> None:
     run = ["run", "--strategy", "my_method:ByMeans", "--max-updates", "400", "--workers", "0"]
     ended = CliRunner().invoke(app, [*run, "--out", "out"], catch_exceptions=False)

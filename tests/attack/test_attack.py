@@ -8,6 +8,8 @@ from .__main__ import next_category
 from .case import Case, Count
 from .categories import CATEGORIES
 
+pytestmark = pytest.mark.pictures
+
 _SEED = 0
 
 

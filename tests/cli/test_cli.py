@@ -60,6 +60,7 @@ def models(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((out / "clusters").iterdir())}
 
 
+@pytest.mark.pictures
 @pytest.mark.smoke
 def test_a_run_leaves_everything_and_its_configuration_repeats_it(
     raceme: Typed, tmp_path: Path
@@ -224,6 +225,7 @@ def test_help_shows_types_and_units(
     assert "--clients INTEGER" in " ".join(raceme(tmp_path, "up", "--help").stdout.split())
 
 
+@pytest.mark.pictures
 def test_a_run_ends_when_its_fleet_has_gone_offline(raceme: Typed, tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text("[device]\njitter = 0.1\nonline = [[0, 4]]\n")
     keys = ["--clients", "8", "--devices", "fleet.toml", "--workers", "0"]

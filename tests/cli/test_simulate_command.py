@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from flower_apps import QUICKSTARTS, write_app
 from forking import Commands
 
@@ -19,6 +20,7 @@ def typed(command: Commands, folder: Path, *arguments: str) -> tuple[int, str]:
     return code, re.sub(r"\x1b\[[0-9;]*m", "", output.read_text())
 
 
+@pytest.mark.pictures
 def test_an_app_is_simulated(tmp_path: Path, command: Commands) -> None:
     options = ("--clients", "20", "--workers", "0", "--devices", "slow30x5", "--seed", "3")
     config = ("--run-config", "num-server-rounds=2", "--run-config", "fraction-train=0.5")

@@ -27,6 +27,8 @@ from raceme.records.summary import write_summary
 from raceme.runs.checkpoints import can_resume
 from raceme.runs.experiment import simulate
 
+pytestmark = pytest.mark.pictures
+
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
 METHODS = ("casa", "fedasync", "fedavg")
 

@@ -24,6 +24,8 @@ from raceme.experiments.tables import main_table, to_csv, to_json
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
 
+pytestmark = pytest.mark.pictures
+
 SUITE = """
 title = "Scores"
 seeds = [0, 1]

@@ -24,6 +24,8 @@ from raceme.reporting.artefacts import missing_line, write_all
 from raceme.runs.checkpoints import CheckpointFolder
 from raceme.runs.experiment import RunOutcome, simulate
 
+pytestmark = pytest.mark.pictures
+
 KEYS = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "eval-every": 6, "max-updates": 30}
 
 

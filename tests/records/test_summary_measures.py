@@ -30,6 +30,8 @@ from raceme.reporting.dashboard.source import Columns
 from raceme.reporting.run_page import run_page
 from raceme.strategies import FedAsync
 
+pytestmark = pytest.mark.pictures
+
 GAP = MeasureSchema("gap", "distance to the start", ("client", "gap"), unit="m", summary="max")
 LOAD = MeasureSchema("load", "updates of a cluster", ("load",), per="cluster", figure="steps")
 

@@ -39,6 +39,7 @@ from raceme.reporting.dashboard.server import watching
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
+    pytest.mark.pictures,
     pytest.mark.slow,
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver"),
 ]

@@ -26,6 +26,8 @@ from raceme.core.errors import UserError
 from raceme.records.similarity import MOST_CLIENTS, Similarity, read_similarity
 from raceme.runs.experiment import simulate
 
+pytestmark = pytest.mark.pictures
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )

@@ -41,6 +41,8 @@ from raceme.reporting.plots import (
 )
 from raceme.reporting.style import cluster_colour, save_figure, series_colour, time_unit
 
+pytestmark = pytest.mark.pictures
+
 
 @pytest.fixture(autouse=True)
 def _no_warnings() -> Iterator[None]:

@@ -14,6 +14,8 @@ from raceme.reporting.artefacts import write_all
 from raceme.reporting.plots import longer_than, shares_figure
 from raceme.strategies.csafl import IDLE
 
+pytestmark = pytest.mark.pictures
+
 
 def idled(time: float, seconds: float, budget: float) -> Measured:
     values = {"client": "a", "window": 1, "seconds": seconds, "budget": budget}

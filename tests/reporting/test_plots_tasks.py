@@ -36,6 +36,8 @@ from raceme.runs.experiment import (
 )
 from raceme.training import models
 
+pytestmark = pytest.mark.pictures
+
 
 def reported(step: int, *values: float, clusters: int = 1, unit: str | None = None) -> TasksTested:
     scores = {

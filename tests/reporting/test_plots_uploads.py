@@ -29,6 +29,8 @@ from raceme.reporting.console import summary_rows
 from raceme.reporting.plots import mixtures_figure, uploads_figure
 from raceme.reporting.run_page import run_page
 
+pytestmark = pytest.mark.pictures
+
 
 def upload(seq: int, client: str, before: float, after: float | None) -> list[Event]:
     applied = UpdateApplied(

@@ -22,6 +22,7 @@ def _as_before() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.pictures
 def test_a_hang_up_ends_a_run_whose_output_nobody_reads_any_more(
     command: Commands, tmp_path: Path
 ) -> None:

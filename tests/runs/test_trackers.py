@@ -20,6 +20,8 @@ from raceme.records.summary import RunSummary
 from raceme.runs.experiment import resolve, simulate
 from raceme.runs.trackers import TrackerObserver, run_name
 
+pytestmark = pytest.mark.pictures
+
 if TYPE_CHECKING:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from wandb.proto.wandb_internal_pb2 import Record

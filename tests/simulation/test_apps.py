@@ -827,6 +827,7 @@ print(type(result).__name__)
 ONE_SLOW = "[device]\nseconds-per-round = 1.0\n[[group]]\nclients = [0]\nseconds-per-round = 4.0"
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("kind", ["FedAvg", "Own"])
 def test_a_method_takes_the_place_of_a_strategy(
     tmp_path: Path,

@@ -193,6 +193,7 @@ def test_a_comparison_shows_errors_in_their_unit() -> None:
     assert (entry["measure"], entry["methods"][0]["mae"]["mean"]) == ("mae", 18.1)
 
 
+@pytest.mark.pictures
 def test_a_run_ends_at_its_target_error_and_says_so_everywhere(
     config: RunConfig, tmp_path: Path
 ) -> None:
