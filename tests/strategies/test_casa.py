@@ -329,14 +329,14 @@ def test_a_client_that_replaces_a_landmark_is_compared_with_no_other() -> None:
     state = CASAState(np.zeros(2, np.float32))
     for client in ("c0", "c1"):
         state.add(client)
-    state.start[:2], state.alpha[:2] = 7, 0.5
+    state.start[:2] = 7
     state.similarity[:2, :2] = [[1, 0.6], [0.6, 1]]
     state.computed[:2, :2] = True
     state.replace(0, "new")
     assert (state.clients, list(state.landmarks.others)) == (["new", "c1"], ["c0"])
     assert state.similarity[:2, :2].tolist() == [[1, 0], [0, 1]]
     assert state.computed[:2, :2].tolist() == [[True, False], [False, True]]
-    assert (state.start[:2].tolist(), state.alpha[:2].tolist()) == ([0, 7], [0, 0.5])
+    assert state.start[:2].tolist() == [0, 7]
 
 
 def test_the_updates_of_clients_that_are_taken_for_gone_do_not_divide_one_group() -> None:
@@ -477,6 +477,26 @@ def test_a_returning_client_is_back_in_its_cluster() -> None:
     strategy.on_leave("c4")
     strategy.on_join(Client("c4", num_examples=10))
     assert strategy.clusters.main("c4") == before
+
+
+@pytest.mark.parametrize("unit", ["cluster", "global"])
+def test_the_budget_goes_to_the_clients_that_have_been_busy_longest(unit: str) -> None:
+    strategy = casa_with(3, budget=1, gap_range=1000.0, staleness_unit=unit)
+    at_version(strategy, 10)
+    strategy.progress.updates = 10
+    for client, start in (("c0", 10), ("c1", 6), ("c2", 7)):
+        strategy.on_sent(task(client, version=start, updates=start))
+    sent = task("c0", version=10, updates=10)
+    strategy.applied([Update(sent, np.ones(2, np.float32), 10, 0.0)])
+    # r_c = 3 (2 − Ω(1)) = 3.00009. c1: τ = 4, α_c / 2; c2: τ = 3, α_c. With equal α, chance would
+    # decide.
+    holding = [strategy.state.buffers.owners(j).tolist() for j in range(3)]
+    assert holding == [[], [0], []]
+    # An offline client compares nothing, so that c2 has the next item.
+    strategy.on_leave("c1")
+    strategy.applied([Update(sent, np.ones(2, np.float32), 10, 0.0)])
+    holding = [strategy.state.buffers.owners(j).tolist() for j in range(3)]
+    assert holding == [[], [], [0]]
 
 
 def test_with_a_small_budget_no_buffer_starves() -> None:

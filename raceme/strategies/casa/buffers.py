@@ -259,9 +259,8 @@ class ModelBuffers:
         """Drop items until the budget M holds, Algorithm 2.
 
         Items of pairs without a similarity have priority, then those in the buffers of clients with
-        the smallest α_i, eq (11), i.e. slow clients. Our reading where the paper is silent: since
-        α_i decreases with t, values within a tenth count as equal, and ties are broken at random so
-        that no buffer starves.
+        the smallest α_i, eq (11), i.e. slow clients. Our reading where the paper is silent: ties
+        are broken at random so that no buffer starves.
 
         Parameters
         ----------
@@ -270,7 +269,7 @@ class ModelBuffers:
         computed : NDArray[np.bool_]
             Whether the similarity of a pair is known. Shape (n, n).
         alphas : NDArray[np.float64]
-            Last α_i of every client. Shape (n,).
+            α_i of every client at present. Shape (n,).
         rng : numpy.random.Generator
             Generator for ties.
         """
@@ -279,7 +278,7 @@ class ModelBuffers:
             return
         buffers, owners = np.nonzero(self.slots != _EMPTY)
         chance = rng.permutation(len(buffers))
-        order = np.lexsort((chance, alpha_class(alphas)[buffers], computed[buffers, owners]))
+        order = np.lexsort((chance, alphas[buffers], computed[buffers, owners]))
         worst = order[len(order) - excess :]
         self.drop(buffers[worst], owners[worst])
 
@@ -297,12 +296,6 @@ class ModelBuffers:
         self.norms = np.concatenate([self.norms, np.ones(capacity - used, np.float32)])
         self.references = np.concatenate([self.references, np.zeros(capacity - used, np.int64)])
         return used
-
-
-def alpha_class(alphas: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return α in classes of a tenth: ⌊log α / log 1.1⌋; −∞ for a client without an update."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.floor(np.log(alphas) / np.log(1.1)))
 
 
 # -----------------------------------------------------------------------------

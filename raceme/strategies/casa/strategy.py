@@ -141,8 +141,6 @@ class CASAState:
         Client ids; the position of a client is its index i. Length n.
     start : NDArray[np.int64]
         Version of the last received model; with global staleness, the update count then.
-    alpha : NDArray[np.float64]
-        Its last α_i; 0 before its first update.
     examples : NDArray[np.int64]
         |D_i|: number of training examples. Shape (n,).
     similarity : NDArray[np.float32]
@@ -165,7 +163,6 @@ class CASAState:
     round: int = 0
     clients: list[str] = field(default_factory=list)
     start: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    alpha: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, np.float64))
     examples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     similarity: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
     computed: NDArray[np.bool_] = field(default_factory=lambda: np.empty((0, 0), np.bool_))
@@ -187,7 +184,7 @@ class CASAState:
         """Replace the landmark of an index by a new client."""
         self.landmarks.others[self.clients[index]] = True
         self.clients[index] = client
-        self.start[index] = self.alpha[index] = 0
+        self.start[index] = 0
         for matrix, own in ((self.similarity, 1.0), (self.computed, True)):
             matrix[index, :] = matrix[:, index] = 0
             matrix[index, index] = own
@@ -202,7 +199,7 @@ class CASAState:
     def _grow(self, capacity: int) -> None:
         """Enlarge all arrays."""
         more = capacity - len(self.start)
-        for name in ("start", "alpha", "examples"):
+        for name in ("start", "examples"):
             setattr(self, name, np.pad(getattr(self, name), (0, more)))
         self.similarity = np.pad(self.similarity, (0, more))
         self.computed = np.pad(self.computed, (0, more))
@@ -374,9 +371,7 @@ class CASA(Method):
         k = self.clusters.main(client)
         counts_all = newcomer or self.parameters.staleness_unit == "global"
         staleness = update.age if counts_all else update.staleness
-        alpha = self._alpha(k, staleness)
-        if client in self._index:
-            self.state.alpha[self._index[client]] = alpha
+        (alpha,) = self._alphas(k, [staleness])
         self._mix(k, update, alpha)
         return Outcome(cluster=k, staleness=staleness, weight=alpha)
 
@@ -417,12 +412,28 @@ class CASA(Method):
         omega_t = omega(self.state.round, self.parameters.kappa)
         return staleness_bound(self._size(k), omega_t)
 
-    def _alpha(self, k: int, staleness: int) -> float:
-        """Return α_i, eq (7)."""
+    def _alphas(self, k: int, staleness: Iterable[int]) -> list[float]:
+        """Return α_i for each staleness in a cluster, eq (7)."""
         alpha_c = self._alpha_c(k)
-        if not self.parameters.bi_level:
-            return alpha_c
-        return client_decay(alpha_c, staleness, self._bound(k))
+        bound = self._bound(k) if self.parameters.bi_level else math.inf
+        return [client_decay(alpha_c, tau, bound) for tau in staleness]
+
+    def _alphas_now(self) -> NDArray[np.float64]:
+        """Return α_i(t) of all clients for eq (11).
+
+        The paper writes α_i at round t, so τ_i is that of the task that a client is busy with, as
+        in its test for a large gap (our reading). The α_i of the last update would give the budget
+        to stragglers that have just returned, and take it from those that are about to.
+        Newcomers come first (0), and offline clients, whose buffers serve no comparison, last (∞).
+        """
+        state = self.state
+        alphas = np.zeros(len(state.start))
+        for k, model in self.models.items():
+            counts_all = self.parameters.staleness_unit == "global"
+            now = self.progress.updates if counts_all else model.version
+            inside = self._cluster == k
+            alphas[inside] = self._alphas(k, (now - state.start[inside]).tolist())
+        return np.where(self._present, alphas, np.inf)
 
     # C-phase.
 
@@ -452,7 +463,7 @@ class CASA(Method):
         state.buffers.insert(i, code, np.flatnonzero(wanted))
         if self.parameters.budget:
             budget = self.parameters.budget
-            state.buffers.enforce(budget, state.computed, state.alpha, self.rng)
+            state.buffers.enforce(budget, state.computed, self._alphas_now(), self.rng)
 
     def _split_if_due(self, k: int) -> None:
         """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8.
