@@ -223,6 +223,14 @@ def test_clients_with_most_unknown_pairs_are_left_out_first() -> None:
     assert comparable(np.array([1, 2, 3, 5]), computed).tolist() == [1, 2, 3]
 
 
+def test_a_client_is_left_out_once() -> None:
+    computed = np.ones((5, 5), dtype=bool)
+    for a, b in [(0, 1), (0, 2), (3, 4)]:
+        computed[a, b] = computed[b, a] = False
+    # Client 0 lacks two pairs. Without it only (3, 4) is unknown, and the first of the two leaves.
+    assert comparable(np.arange(5), computed).tolist() == [1, 2, 4]
+
+
 def test_a_cluster_splits_into_its_groups_and_children_inherit() -> None:
     strategy = casa_with(6, gap_range=1000.0)
     seen: list[events.Event] = []

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.casa.buffers import Code, ModelBuffers, WholeModels
+from raceme.core.clusters import Clusters, Model
+from raceme.strategies.casa.buffers import Code, Landmarks, ModelBuffers, WholeModels
 
 
 def code(*values: float) -> Code:
@@ -41,6 +42,14 @@ def test_a_shared_model_is_stored_once_and_freed_with_its_last_reference() -> No
         buffers.clear(client)
     assert buffers.total == 0
     assert not buffers.references.any()
+
+
+def test_the_store_doubles_when_full() -> None:
+    buffers = buffers_for(18)
+    for owner in range(17):
+        assert len(buffers.codes) == (16 if owner else 0)
+        buffers.insert(owner, code(1, 2), ids(17))
+    assert len(buffers.codes) == len(buffers.norms) == len(buffers.references) == 32
 
 
 def test_representative_is_the_data_weighted_mean() -> None:
@@ -110,3 +119,17 @@ def test_references_and_total_always_agree(
         assert buffers.total == len(held) <= budget
         counts = np.bincount(held, minlength=len(buffers.references))
         assert counts.tolist() == buffers.references.tolist()
+
+
+def test_a_newcomer_without_a_sketch_joins_the_largest_cluster() -> None:
+    clusters = Clusters({k: Model(np.zeros(2, np.float32)) for k in range(2)})
+    for client, cluster in (("a", 0), ("b", 1), ("c", 1)):
+        clusters.join(client)
+        clusters.assign(client, cluster)
+    landmarks = Landmarks()
+    landmarks.note("a", np.array([3, 4], np.float32))
+    assert landmarks.cluster_near("new", ["a", "b"], clusters) == 1
+    landmarks.note("new", np.array([3, 4], np.float32))
+    # a is the only landmark with a sketch; without a landmark the largest cluster counts again.
+    assert landmarks.cluster_near("new", ["a", "b"], clusters) == 0
+    assert landmarks.cluster_near("new", ["b", "c"], clusters) == 1

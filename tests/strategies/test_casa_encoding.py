@@ -5,9 +5,10 @@ import pytest
 from numpy.typing import NDArray
 
 from raceme.core.clients import Client
+from raceme.core.errors import UserError
 from raceme.core.requests import InFlight, Update
 from raceme.strategies import CASA, CASAParameters
-from raceme.strategies.casa.buffers import Sketches, WholeModels
+from raceme.strategies.casa.buffers import Sketches, WholeModels, shortener
 
 
 def exact_error(similarity: NDArray[np.floating], models: NDArray[np.float32]) -> float:
@@ -62,6 +63,37 @@ def test_the_error_falls_with_the_size_of_the_sketch() -> None:
     # |δ|² / |w|² is 0.01, so that the errors are about 0.01 / √16, 0.01 / √256 and 0.01 / √4096.
     assert errors[0] > errors[1] > errors[2]
     assert errors[1] < 0.01 * 4 / 16
+
+
+def test_a_sketch_is_a_linear_projection_of_the_difference() -> None:
+    reference = np.ones(4000, np.float32)
+    delta = models(1, 4000, 0.0)[0]
+    encoder = Sketches(reference, size=1024, seed=0)
+    once, thrice = (
+        encoder.sketch_of(encoder.encode(reference + factor * delta)) for factor in (1, 3)
+    )
+    assert once.shape == (1024,)
+    np.testing.assert_allclose(thrice, 3 * once, atol=1e-3)
+    # Lengths are kept up to 1/√1024, three standard deviations here.
+    assert np.linalg.norm(once) == pytest.approx(np.linalg.norm(delta), rel=3 / 32)
+
+
+@pytest.mark.parametrize("encoder", [WholeModels(), Sketches(np.ones(9, np.float32), 4, seed=0)])
+def test_nothing_is_similar_to_a_mean_of_zero(encoder: WholeModels | Sketches) -> None:
+    code = encoder.encode(np.arange(9, dtype=np.float32))
+    assert encoder.cosine(code, np.zeros_like(code.stored)) == 0.0
+
+
+def test_a_projection_too_large_for_the_memory_is_refused() -> None:
+    # 32 · 10⁷ · √10⁷ bytes are a terabyte.
+    with pytest.raises(UserError, match="A projection of models to 9,999,999 numbers would take"):
+        Sketches(np.zeros(10_000_000, np.float32), 9_999_999, seed=0)
+
+
+def test_models_of_up_to_512_weights_are_placed_whole() -> None:
+    assert isinstance(shortener(np.ones(512, np.float32)), WholeModels)
+    # A sketch of 256 numbers and three exact terms.
+    assert len(shortener(np.ones(513, np.float32)).encode(np.zeros(513, np.float32)).stored) == 259
 
 
 def test_casa_with_sketches_finds_the_groups_with_less_memory() -> None:

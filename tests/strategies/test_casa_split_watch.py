@@ -58,6 +58,23 @@ def test_missing_pairs_are_counted_once() -> None:
     assert watch.missing == 2
 
 
+def test_the_bound_by_hand() -> None:
+    matrix, computed = np.ones((4, 4), np.float32), np.ones((4, 4), bool)
+    watch = SplitWatch.for_members(np.arange(4), computed, clients=4)
+    assert watch.bound() == np.inf
+    watch.record_computation(affinity(matrix), 0.5)
+    watch.change(0, np.array([1, 2]), np.zeros(2, np.float32), matrix, computed)
+    # All degrees are 4, then 2, 3, 3, 4. The change is −1 twice, and of norm √(1/6 + 1/6); client
+    # 0's factor is √(4/2) − 1 = 0.414214 and its row's norm √(4 · 1/16) = 1/2; the largest factor
+    # of the others is √(4/3) − 1 = 0.154701:
+    # 0.577350 + 2 · 0.414214 / 2 + 2 · 0.154701 + 0.414214² = 1.472538.
+    assert watch.degrees.tolist() == [2, 3, 3, 4]
+    assert watch.drift == pytest.approx(1.472538, abs=1e-6)
+    assert watch.bound() == pytest.approx(0.5 + 2 * 1.472538, abs=1e-5)
+    watch.record_computation(affinity(matrix), 0.0)
+    assert watch.bound() == 1e-10
+
+
 class Eager(CASA):
     """CASA that computes the eigenvalues at every update."""
 
