@@ -85,8 +85,8 @@ def test_nothing_is_similar_to_a_mean_of_zero(encoder: WholeModels | Sketches) -
 
 
 def test_a_projection_too_large_for_the_memory_is_refused() -> None:
-    # 32 · 10⁷ · √10⁷ bytes are a terabyte.
-    with pytest.raises(UserError, match="A projection of models to 9,999,999 numbers would take"):
+    # 32 · 10⁷ · √10⁷ bytes are 942 GiB.
+    with pytest.raises(UserError, match="to 9,999,999 numbers would take 942 GiB of memory"):
         Sketches(np.zeros(10_000_000, np.float32), 9_999_999, seed=0)
 
 
