@@ -393,15 +393,16 @@ def casa_fig8_cifar10(docs: Path) -> Table:
 
 
 def casa_fig9a(docs: Path) -> Table:
-    """CASA's figure 9a: the budget of the buffers, on MNIST and on digits."""
+    """CASA's figure 9a: the budget of the buffers, in items and in models."""
     budgets = {f"m={m}": f"M = {m}" for m in (5, 10, 20, 50, 75, 100)}
     cells = [
         cell
-        for name in ("casa-fig9a-mnist", "casa-fig9a-digits")
+        for name in ("casa-fig9a-mnist", "casa-fig9a-digits", "casa-fig9a-models")
         for of in [Experiment.read(docs, name)]
-        for cell in (accuracy(of, 2), whole(of, "clusters"))
+        for cell in (accuracy(of, 2), whole(of, "clusters"), _purity(of))
     ]
-    heads = ("<buffer", "MNIST, accuracy %", "clusters", "digits, accuracy %", "clusters")
+    runs = "MNIST, 2,000 updates, items", "digits, 17,000, items", "digits, 4,000, models"
+    heads = "<buffer", *(h for run in runs for h in (f"{run}: accuracy %", "clusters", "purity"))
     return Table(heads, lines(budgets, *cells))
 
 

@@ -79,6 +79,25 @@ def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None
     assert buffers.owners(2).tolist() == [3]
 
 
+def test_a_budget_of_models_counts_each_once() -> None:
+    buffers = buffers_for(5)
+    buffers.insert(4, code(1, 0), ids(0, 1))
+    buffers.insert(3, code(0, 1), ids(1, 2))
+    buffers.insert(2, code(1, 1), ids(0, 3))
+    computed = np.eye(5, dtype=bool)
+    computed[0, 4] = computed[4, 0] = True
+    alphas = np.array([0.3, 0.2, 0.1, 0.4, 0.5])
+    enforced = computed, alphas, np.random.default_rng(0), "models"
+    buffers.enforce(3, *enforced)
+    assert buffers.total == 6
+    # In order: (2,3), then (1,4) and (1,3) by chance, (0,2), (3,2), and the computed (0,4). So
+    # the models of c3 and c4 are the first two, and keep all their items.
+    buffers.enforce(2, *enforced)
+    assert [buffers.owners(j).tolist() for j in range(4)] == [[4], [3, 4], [3], []]
+    buffers.enforce(1, *enforced)
+    assert [buffers.owners(j).tolist() for j in range(4)] == [[], [3], [3], []]
+
+
 def dropped(alphas: list[float], times: int) -> list[int]:
     """Drop an item from the buffers of c0, c1 and c2; return how often each lost one."""
     counts = [0, 0, 0]

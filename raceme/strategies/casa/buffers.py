@@ -255,6 +255,7 @@ class ModelBuffers:
         computed: NDArray[np.bool_],
         alphas: NDArray[np.float64],
         rng: np.random.Generator,
+        counts: str = "items",
     ) -> None:
         """Drop items until the budget M holds, Algorithm 2.
 
@@ -265,22 +266,31 @@ class ModelBuffers:
         Parameters
         ----------
         budget : int
-            M: items in all buffers together.
+            M.
         computed : NDArray[np.bool_]
             Whether the similarity of a pair is known. Shape (n, n).
         alphas : NDArray[np.float64]
             α_i of every client at present. Shape (n,).
         rng : numpy.random.Generator
             Generator for ties.
+        counts : {"items", "models"}
+            What M counts: items, as in Algorithm 2, or stored models, each once for all buffers
+            (our reading of section 5.3.2, where other methods store "the most recent model
+            parameters of each client"). The first M models in the order of items are kept.
         """
-        excess = self.total - budget
-        if excess <= 0:
+        of_models = counts == "models"
+        if (np.count_nonzero(self.references) if of_models else self.total) <= budget:
             return
         buffers, owners = np.nonzero(self.slots != _EMPTY)
         chance = rng.permutation(len(buffers))
         order = np.lexsort((chance, alphas[buffers], computed[buffers, owners]))
-        worst = order[len(order) - excess :]
-        self.drop(buffers[worst], owners[worst])
+        buffers, owners = buffers[order], owners[order]
+        dropped = np.arange(len(order)) >= budget
+        if of_models:
+            slots = self.slots[buffers, owners]
+            first = np.sort(np.unique(slots, return_index=True)[1])
+            dropped = ~np.isin(slots, slots[first[:budget]])
+        self.drop(buffers[dropped], owners[dropped])
 
     def _free_slot(self, size: int) -> int:
         """Return a free slot; the store doubles when full."""

@@ -83,7 +83,13 @@ class CASAParameters:
         among=("weights", "changes"),
     )
     sketch: int = option(0, "compare models by sketches of this size (0: whole models)", low=0)
-    budget: int = option(0, "buffer budget M in items (0: no limit)", low=0)
+    budget: int = option(0, "buffer budget M (0: no limit)", low=0)
+    budget_counts: str = option(
+        "items",
+        "the budget counts items of all buffers, or stored models, of which one stands in many "
+        "buffers",
+        among=("items", "models"),
+    )
     gap_range: float = option(0.0, "start gap r_a that is too large (0: r_c)", low=0)
     staleness_unit: str = option(
         "cluster", "τ counts: cluster or global", among=("cluster", "global")
@@ -462,8 +468,8 @@ class CASA(Method):
         wanted[i] = False
         state.buffers.insert(i, code, np.flatnonzero(wanted))
         if self.parameters.budget:
-            budget = self.parameters.budget
-            state.buffers.enforce(budget, state.computed, self._alphas_now(), self.rng)
+            own, alphas = self.parameters, self._alphas_now()
+            state.buffers.enforce(own.budget, state.computed, alphas, self.rng, own.budget_counts)
 
     def _split_if_due(self, k: int) -> None:
         """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8.
