@@ -255,8 +255,9 @@ class Seen:
 class Fleet:
     """Clients that are sent requests, and report scores."""
 
-    def __init__(self, clients: int, outputs: int = 10) -> None:
-        self.feature, self.seen = OwnModel(config=RunConfig()), Seen(clients, outputs)
+    def __init__(self, clients: int, outputs: int = 10, **keys: Any) -> None:
+        config = RunConfig().with_values(**keys)
+        self.feature, self.seen = OwnModel(config=config), Seen(clients, outputs)
         self.feature.on_start({}, {})
 
     def asked(self, client: str, **settings: float) -> Mapping[str, Any]:
@@ -392,6 +393,21 @@ def test_own_models_are_trained_from_mixtures_with_every_third_task() -> None:
     for _ in range(5):
         fleet.round(-0.1, -0.2)
     assert fleet.rules(6) == 2 * ["skipped", "skipped", "mixed"]
+
+
+def test_with_a_protection_all_are_on_trial_for_longer_and_train_with_every_task() -> None:
+    fleet = Fleet(12, protection="trust")
+    for _ in range(7):
+        fleet.round(0.1, 0.2, 0.15)
+        assert {fleet.asked(name)["own-rule"] for name in fleet.seen.names} == {"tried"}
+    fleet.round(0.1, 0.2, 0.15)
+    assert fleet.rule() == "alone"
+    other = Fleet(12, protection="trust")
+    for _ in range(5):
+        other.round(-0.1, -0.2)
+    assert other.rule() == "tried"
+    other.round(-0.1, -0.2)
+    assert other.rules(3) == ["mixed"] * 3
 
 
 def test_groups_that_have_been_found_need_no_trial() -> None:

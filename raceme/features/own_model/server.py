@@ -7,7 +7,8 @@ own models from their former weights, and report scores on samples that train ne
 their own model and of the received model after a task, mixed with its former weights. The others
 train the mixture in place of the received model, with every other task. If own models are
 significantly better, and their lead does not shrink, the cluster's clients train them alone from
-then on, with all samples; otherwise from mixtures, with every third task.
+then on, with all samples; otherwise from mixtures, with every third task. With a protection all
+clients are on trial, and own models are trained with every task.
 """
 
 from __future__ import annotations
@@ -46,19 +47,42 @@ _SURE, _LIKELY = 0.99, 0.9
 """Probabilities from which on a difference is significant: during a trial, and at its end."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision."""
-_ON_TRIAL = 0.5
-"""Share of a cluster's clients that are on trial."""
-_TOGETHER, _ALONE, _LONGEST, _SHRINKING = 5.0, 6.0, 9.0, 18.0
-"""Comparisons per client: before the first number no trial ends with mixtures, before the second
-none ends with training alone. A trial ends at the third number, or at the fourth if the received
-model catches up: models that learn faster at first need not be better in the end."""
 _OFTEN = 32
 """Most decisions of a cluster per update of each member."""
-_JOINT, _MIXED = 2, 3
-"""Intervals, in tasks, in which own models are trained from mixtures: during a trial, by clients
-that are not on it, and after it."""
+_JOINT = 2
+"""Interval, in tasks, in which clients that are not on trial train mixtures during a trial."""
 _NEWEST, _LONGER = 0.5, 0.2
 """Weights of a client's newest comparison in the running means."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much is trained and compared.
+
+    Attributes
+    ----------
+    on_trial : float
+        Share of a cluster's clients that are on trial.
+    together, alone : float
+        Comparisons per client before which no trial ends with mixtures, or with training alone.
+    longest, shrinking : float
+        Comparisons per client at which a trial ends, and at which it ends if the received model
+        catches up: models that learn faster at first need not be better in the end.
+    mixed : int
+        Interval, in tasks, in which own models are trained from mixtures after a trial.
+    """
+
+    on_trial: float
+    together: float
+    alone: float
+    longest: float
+    shrinking: float
+    mixed: int
+
+
+_QUICK = Pace(0.5, together=5.0, alone=6.0, longest=9.0, shrinking=18.0, mixed=3)
+_CAREFUL = Pace(1.0, together=6.0, alone=8.0, longest=12.0, shrinking=24.0, mixed=1)
+"""With a protection: attackers slow the received model down, and own models make up for it."""
 
 
 @dataclass
@@ -146,6 +170,8 @@ class OwnModel(Feature):
 
     def on_start(self, training: dict[str, Any], tests: dict[str, Any]) -> None:
         """Request own models; the uploaded model is trained on all samples."""
+        is_protected = self.config is not None and self.config.value("protection") != "none"
+        self._pace = _CAREFUL if is_protected else _QUICK
         share = training.pop(names.VALIDATION_SHARE, names.DEFAULT_VALIDATION_SHARE)
         training[OWN_MODEL] = self._share = share
         tests |= {names.COMPLETED_BY: MIXTURE, OWN_MODEL: share}
@@ -204,13 +230,14 @@ class OwnModel(Feature):
         tasks = state.tasks[client] = state.tasks.get(client, 0) + 1
         if rule == TRIED:
             return JOINT if tasks % _JOINT == 0 else SKIPPED
-        return MIXED if tasks % _MIXED == 0 else SKIPPED
+        return MIXED if tasks % self._pace.mixed == 0 else SKIPPED
 
     def _is_on_trial(self, client: str) -> bool:
-        """Return whether a client is on trial: the first four that ask, and half of all."""
+        """Return whether a client is on trial: the first four that ask, and a share of all."""
         tried = self.state.tried
         if client not in tried:
-            tried[client] = sum(tried.values()) < max(_FEWEST, _ON_TRIAL * (len(tried) + 1))
+            wanted = max(_FEWEST, self._pace.on_trial * (len(tried) + 1))
+            tried[client] = sum(tried.values()) < wanted
         return tried[client]
 
     def _decide(self, cluster: int, context: FeatureContext) -> None:
@@ -222,17 +249,17 @@ class OwnModel(Feature):
         # Clients that are offline, or that a feature excludes, do not count.
         if not known or 2 * len(known) < len(members):
             return
-        tasks = statistics.fmean(one.count for one in known)
+        tasks, pace = statistics.fmean(one.count for one in known), self._pace
         are_enough = len(known) >= _FEWEST
         chance = chance_above_zero([one.better for one in known]) if are_enough else 0.5
-        if tasks >= _TOGETHER and chance <= 1 - _SURE:
+        if tasks >= pace.together and chance <= 1 - _SURE:
             state.rules[cluster] = MIXED
-        elif chance >= _LIKELY and tasks < _SHRINKING and _is_shrinking(known):
+        elif chance >= _LIKELY and tasks < pace.shrinking and _is_shrinking(known):
             # The received model catches up, as it learns more slowly or was under attack.
             return
-        elif tasks >= _ALONE and chance >= _SURE:
+        elif tasks >= pace.alone and chance >= _SURE:
             state.rules[cluster] = ALONE
-        elif tasks >= _LONGEST:
+        elif tasks >= pace.longest:
             state.rules[cluster] = ALONE if chance >= _LIKELY else MIXED
 
 
