@@ -49,13 +49,11 @@ def model_to_train(work: ClientWork, received: ArrayRecord) -> ArrayRecord:
 
     Under the rule JOINT it is the mixture in use, under ALONE the client's own model.
     """
-    rule, own = work.settings.get(RULE), work.state.array_records.get(_OWN)
-    if own is None or rule not in (JOINT, ALONE):
-        return received
+    rule = work.settings.get(RULE)
     if rule == ALONE:
-        return own
-    if _trains_alone(work):
-        # It was trained on samples that are held out from now on.
+        return work.state.array_records.get(_OWN, received)
+    own = _own_to_compare(work) if rule == JOINT else None
+    if own is None:
         return received
     spec = work.receive(received)
     _mix(work.client, own)
@@ -72,7 +70,7 @@ def train_own_model(
     received : ArrayRecord
         The model as received; the client's network has the trained one, see :func:`model_to_train`.
     settings : TrainingSettings
-        Settings of that training. The own model is trained without a proximal term.
+        Settings of that training. An own model that is trained in addition has no proximal term.
 
     Returns
     -------
@@ -97,13 +95,10 @@ def _train_both(
     work: ClientWork, received: ArrayRecord, settings: TrainingSettings, rule: str
 ) -> dict[str, float]:
     """Train the own model in addition to the received one; see :func:`train_own_model`."""
-    client, own = _with_validation_samples(work), work.state.array_records.get(_OWN)
+    client, own = _with_validation_samples(work), _own_to_compare(work)
     network, kept = client.network, client.validation
-    trained = network.write(ModelSpec.of(received))
+    trained = network.write(ModelSpec.of(received)) if rule == TRIED else received
     work.receive(received)
-    if own is not None and _trains_alone(work):
-        # It was trained on samples that are held out from now on.
-        own = None
     scores = dict[str, float]()
     if own is not None and rule == MIXED:
         _mix(client, own)
@@ -117,6 +112,11 @@ def _train_both(
     if own is not None and kept is not None and rule == TRIED:
         scores[OWN_SCORE] = evaluate(network, kept)[0]
     return scores
+
+
+def _own_to_compare(work: ClientWork) -> ArrayRecord | None:
+    """Return the client's own model, unless it was trained on samples that are now held out."""
+    return None if _trains_alone(work) else work.state.array_records.get(_OWN)
 
 
 def _keep(work: ClientWork, received: ArrayRecord) -> None:

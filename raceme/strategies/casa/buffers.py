@@ -285,11 +285,12 @@ class ModelBuffers:
         chance = rng.permutation(len(buffers))
         order = np.lexsort((chance, alphas[buffers], computed[buffers, owners]))
         buffers, owners = buffers[order], owners[order]
-        dropped = np.arange(len(order)) >= budget
         if of_models:
             slots = self.slots[buffers, owners]
             first = np.sort(np.unique(slots, return_index=True)[1])
             dropped = ~np.isin(slots, slots[first[:budget]])
+        else:
+            dropped = np.arange(len(order)) >= budget
         self.drop(buffers[dropped], owners[dropped])
 
     def _free_slot(self, size: int) -> int:
