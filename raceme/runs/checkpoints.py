@@ -301,7 +301,7 @@ class CheckpointFolder:
 # -----------------------------------------------------------------------------
 
 
-STATE = 25
+STATE = 26
 """Format number of the state. It is raised when the content or meaning of the state of a strategy,
 policy or grid changes, and older checkpoints are then refused."""
 

@@ -571,12 +571,20 @@ def evaluate(network: Network, samples: Samples) -> tuple[float, float]:
 
 def losses(network: Network, samples: Samples) -> NDArray[np.float32]:
     """Return the loss of each sample, shape (n,), float32."""
+    return losses_and_scores(network, samples)[0]
+
+
+def losses_and_scores(
+    network: Network, samples: Samples
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the loss and the score of each sample, each of shape (n,), float32."""
     if (engine := ENGINE.get()) and (measured := engine.measure(network, samples)):
-        return measured[0].numpy()
+        return measured[0].numpy(), measured[1].numpy()
+    objective, parts = network.objective, []
     network.module.eval()
     with torch.inference_mode():
-        parts = [
-            network.objective.loss(network.outputs(x), y, "none")
-            for x, y in samples.slices(_TEST_BATCH)
-        ]
-        return torch.cat(parts).cpu().numpy()
+        for x, y in samples.slices(_TEST_BATCH):
+            outputs = network.outputs(x)
+            parts.append((objective.loss(outputs, y, "none"), objective.scores(outputs, y)))
+    lost, scores = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
+    return lost, scores

@@ -7,6 +7,7 @@ these samples determine how the own models of a whole cluster are trained; see :
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,14 +24,15 @@ from raceme.features.own_model import (
     MIXED,
     OWN_MODEL,
     OWN_SCORE,
+    PROBED,
+    RECEIVED_SCORE,
     RULE,
     SHARES,
     SKIPPED,
     TRIED,
 )
 from raceme.training.clients import LocalClient
-from raceme.training.local import evaluate
-from raceme.training.local import losses as sample_losses
+from raceme.training.local import evaluate, losses_and_scores
 from raceme.training.local import train as train_locally
 from raceme.training.models import Samples, is_usable
 from raceme.training.work import ClientWork
@@ -76,13 +78,15 @@ def train_own_model(
     -------
     dict[str, float]
         Under the rule TRIED, scores on the kept samples as metrics of the reply: those of the own
-        model and of the received model mixed with its trained version.
+        model, of the received model, and of the latter mixed with its trained version.
     """
     rule, state = str(work.settings.get(RULE, MIXED)), work.state
-    if rule == SKIPPED:
-        if _OWN not in state:
-            _keep(work, received)
-        return {}
+    if rule in (SKIPPED, PROBED) and _OWN in state:
+        if (rule, _last_rule(work)) != (PROBED, PROBED):
+            return {}
+        # The second probe trained on other samples than the first.
+        _add_change(work, received)
+        rule = SKIPPED
     scores = dict[str, float]()
     if rule in (TRIED, MIXED):
         scores = _train_both(work, received, settings, rule)
@@ -104,7 +108,7 @@ def _train_both(
         _mix(client, own)
     elif own is not None:
         if kept is not None:
-            _mix(client, trained)
+            scores[RECEIVED_SCORE] = _mix(client, trained)
             scores[COMMON_SCORE] = evaluate(network, kept)[0]
         network.read(own)
     settings = replace(settings, proximal_mu=0.0)
@@ -112,6 +116,16 @@ def _train_both(
     if own is not None and kept is not None and rule == TRIED:
         scores[OWN_SCORE] = evaluate(network, kept)[0]
     return scores
+
+
+def _add_change(work: ClientWork, received: ArrayRecord) -> None:
+    """Add the change of the model in the client's network to the client's own model."""
+    network, spec = work.client.network, ModelSpec.of(received)
+    own = spec.unpack(work.state.array_records[_OWN])
+    trained = spec.unpack(network.write(spec))
+    added = np.asarray(own + (trained - spec.unpack(received)), np.float32)
+    spec.copy_counters(trained, added)
+    network.read(spec.pack(added))
 
 
 def _own_to_compare(work: ClientWork) -> ArrayRecord | None:
@@ -143,16 +157,26 @@ def use_mixture(work: ClientWork) -> None:
 
 def _trains_alone(work: ClientWork) -> bool:
     """Return whether the client's last task trained its own model alone."""
-    return _USE in work.state and work.state.config_records[_USE][RULE] == ALONE
+    return _last_rule(work) == ALONE
 
 
-def _mix(client: LocalClient, own: ArrayRecord) -> None:
-    """Mix the model in the client's network with another, if there are validation samples."""
-    if client.validation is not None:
-        start = client.network.write(ModelSpec.of(own))
-        losses = _losses_of_mixtures(client, client.validation, own)
-        share = _mean_share(client.network.objective.likelihoods(losses))
-        client.network.read(_mixtures(start, own)(share))
+def _last_rule(work: ClientWork) -> str:
+    """Return the rule of the client's last task that trained its own model; else ""."""
+    return str(work.state.config_records[_USE][RULE]) if _USE in work.state else ""
+
+
+def _mix(client: LocalClient, own: ArrayRecord) -> float:
+    """Mix the model in the client's network with another, if there are validation samples.
+
+    Returns the score on these of the model in the network before; NaN if there are none.
+    """
+    if client.validation is None:
+        return math.nan
+    start = client.network.write(ModelSpec.of(own))
+    losses, score = _losses_of_mixtures(client, client.validation, own)
+    share = _mean_share(client.network.objective.likelihoods(losses))
+    client.network.read(_mixtures(start, own)(share))
+    return score
 
 
 def _with_validation_samples(work: ClientWork) -> LocalClient:
@@ -178,21 +202,25 @@ def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRe
     return mixture
 
 
-def _losses_of_mixtures(client: LocalClient, kept: Samples, own: ArrayRecord) -> Losses:
+def _losses_of_mixtures(
+    client: LocalClient, kept: Samples, own: ArrayRecord
+) -> tuple[Losses, float]:
     """Return the losses under mixtures of the network's model and the client's own.
 
-    At the end the network has its former weights again.
+    And the mean score of the former. At the end the network has its former weights again.
     """
     network = client.network
     start = network.write(ModelSpec.of(own))
-    mixture = _mixtures(start, own)
+    mixture, score = _mixtures(start, own), math.nan
     losses = np.empty((len(SHARES), len(kept)))
     for row, share in zip(losses, SHARES, strict=True):
         network.read(mixture(share))
-        row[...] = sample_losses(network, kept)
+        row[...], scores = losses_and_scores(network, kept)
+        if share == 0:
+            score = float(scores.mean(dtype=float))
     network.read(start)
     # For a model that overflows, the loss is replaced by the largest finite number.
-    return np.where(losses < _HUGE_LOSS, losses, _HUGE_LOSS)
+    return np.where(losses < _HUGE_LOSS, losses, _HUGE_LOSS), score
 
 
 def _mean_share(weights: NDArray[np.float64]) -> float:

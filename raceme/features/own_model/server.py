@@ -4,18 +4,18 @@ The few validation samples of one client hardly show whether other clients' mode
 samples of many clients of a cluster do. If there are several clusters, own models are trained from
 mixtures with the received model. If there is one, a trial comes first: half of the clients train
 own models from their former weights, and report scores on samples that train neither model, of
-their own model and of the received model after a task, mixed with its former weights. The others
+their own model and of the received model, before a task and mixed with the result of it. The others
 train the mixture in place of the received model, with every other task. If own models are
-significantly better, and their lead does not shrink, the cluster's clients train them alone from
-then on, with all samples; otherwise from mixtures, with every third task. With a protection all
-clients are on trial, and own models are trained with every task.
+significantly better than the received model, and this does not catch up, the cluster's clients
+train them alone from then on, with all samples; otherwise from mixtures, with every third task.
+With a protection all clients are on trial, and own models are trained with every task.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ from raceme.features.own_model import (
     MIXTURE,
     OWN_MODEL,
     OWN_SCORE,
+    PROBED,
+    RECEIVED_SCORE,
     RULE,
     SHARES,
     SKIPPED,
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from raceme.core.strategy import Needs
 
 _SURE, _LIKELY = 0.99, 0.9
-"""Probabilities from which on a difference is significant: during a trial, and at its end."""
+"""Probabilities from which on a difference is significant, and probable."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision."""
 _OFTEN = 32
@@ -65,9 +67,8 @@ class Pace:
         Share of a cluster's clients that are on trial.
     together, alone : float
         Comparisons per client before which no trial ends with mixtures, or with training alone.
-    longest, shrinking : float
-        Comparisons per client at which a trial ends, and at which it ends if the received model
-        catches up: models that learn faster at first need not be better in the end.
+    longest : float
+        Comparisons per client at which a trial ends with mixtures.
     mixed : int
         Interval, in tasks, in which own models are trained from mixtures after a trial.
     """
@@ -76,12 +77,11 @@ class Pace:
     together: float
     alone: float
     longest: float
-    shrinking: float
     mixed: int
 
 
-_QUICK = Pace(0.5, together=5.0, alone=6.0, longest=9.0, shrinking=18.0, mixed=3)
-_CAREFUL = Pace(1.0, together=6.0, alone=8.0, longest=12.0, shrinking=24.0, mixed=1)
+_QUICK = Pace(0.5, together=5.0, alone=4.0, longest=9.0, mixed=3)
+_CAREFUL = Pace(1.0, together=6.0, alone=8.0, longest=12.0, mixed=1)
 """With a protection: attackers slow the received model down, and own models make up for it."""
 
 
@@ -93,24 +93,28 @@ class ModelComparison:
     ----------
     cluster : int
         Cluster of the received model.
-    better, before : float
-        Running means of the score differences: a fast one, and a slow one.
+    adapted : float
+        Running mean of the own model's lead over the received model after a task.
+    received, longer : float
+        Running means of its lead over the received model itself, over few tasks and over more.
     count : int
         Number of tasks.
     """
 
     cluster: int
-    better: float = 0.0
-    before: float = 0.0
+    adapted: float = 0.0
+    received: float = 0.0
+    longer: float = 0.0
     count: int = 0
 
-    def add(self, better: float) -> None:
-        """Add a difference; NaN, if the client reports none, counts as 0."""
+    def add(self, adapted: float, received: float) -> None:
+        """Add a task's differences; NaN, if the client reports none, counts as 0."""
         self.count += 1
         newest, longer = (1.0, 1.0) if self.count == 1 else (_NEWEST, _LONGER)
-        found = better if math.isfinite(better) else 0.0
-        self.better += newest * (found - self.better)
-        self.before += longer * (found - self.before)
+        adapted, received = (one if math.isfinite(one) else 0.0 for one in (adapted, received))
+        self.adapted += newest * (adapted - self.adapted)
+        self.received += newest * (received - self.received)
+        self.longer += longer * (received - self.longer)
 
 
 @dataclass
@@ -179,7 +183,7 @@ class OwnModel(Feature):
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
         """Return the further cost of a task: training, and tests of mixtures or both models."""
         kept, rule = float(settings.get(OWN_MODEL, 0.0)), settings.get(RULE)  # type: ignore[arg-type]
-        if not kept or rule in (SKIPPED, ALONE):
+        if not kept or rule in (SKIPPED, PROBED, ALONE):
             return 0.0
         tests = len(SHARES) + (2 if rule == TRIED else 0)
         # Trainings that hold out samples are shorter, but not those of a number of steps.
@@ -189,7 +193,7 @@ class OwnModel(Feature):
         return trained - spared + kept * names.forward_cost(settings, examples, tests)
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
-        """State the rule in the request; short tasks, such as probes, train no own model."""
+        """State the rule in the request."""
         rule = self._rule_of_task(request, context)
         self.state.asked[request.client] = rule
         added: dict[str, Value] = {RULE: rule}
@@ -206,9 +210,13 @@ class OwnModel(Feature):
         known = self.state.comparisons.get(client)
         if known is None or known.cluster != cluster:
             known = self.state.comparisons[client] = ModelComparison(cluster)
-        own, common = (update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE))
         # For errors, smaller is better.
-        known.add((own - common) * (-1 if context.spec.outputs == 1 else 1))
+        sign = -1 if context.spec.outputs == 1 else 1
+        own, adapted, received = (
+            sign * update.metrics.get(name, math.nan)
+            for name in (OWN_SCORE, COMMON_SCORE, RECEIVED_SCORE)
+        )
+        known.add(own - adapted, own - received)
         # A decision counts all members, so it is rare in a large cluster.
         if context.updates % max(1, context.clusters.size(cluster) // _OFTEN) == 0:
             self._decide(cluster, context)
@@ -224,7 +232,7 @@ class OwnModel(Feature):
         client, state = request.client, self.state
         rule = self._rule(context.clusters.main(client), context)
         if names.TASK_SHARE in request.settings:
-            return SKIPPED
+            return PROBED
         if rule == ALONE or (rule == TRIED and self._is_on_trial(client)):
             return rule
         tasks = state.tasks[client] = state.tasks.get(client, 0) + 1
@@ -250,22 +258,21 @@ class OwnModel(Feature):
         if not known or 2 * len(known) < len(members):
             return
         tasks, pace = statistics.fmean(one.count for one in known), self._pace
-        are_enough = len(known) >= _FEWEST
-        chance = chance_above_zero([one.better for one in known]) if are_enough else 0.5
-        if tasks >= pace.together and chance <= 1 - _SURE:
+
+        def chance(lead: Callable[[ModelComparison], float]) -> float:
+            enough = len(known) >= _FEWEST
+            return chance_above_zero([lead(one) for one in known]) if enough else 0.5
+
+        adapted, received = chance(lambda one: one.adapted), chance(lambda one: one.received)
+        catches_up = chance(lambda one: one.received - one.longer) <= 1 - _SURE
+        if tasks >= pace.together and adapted <= 1 - _SURE:
             state.rules[cluster] = MIXED
-        elif chance >= _LIKELY and tasks < pace.shrinking and _is_shrinking(known):
-            # The received model catches up, as it learns more slowly or was under attack.
-            return
-        elif tasks >= pace.alone and chance >= _SURE:
+        elif (
+            tasks >= pace.alone and received >= _SURE and not catches_up and adapted >= 1 - _LIKELY
+        ):
             state.rules[cluster] = ALONE
         elif tasks >= pace.longest:
-            state.rules[cluster] = ALONE if chance >= _LIKELY else MIXED
-
-
-def _is_shrinking(known: Sequence[ModelComparison]) -> bool:
-    """Return whether the lead of clients' own models has probably shrunk."""
-    return chance_above_zero([one.better - one.before for one in known]) <= 1 - _LIKELY
+            state.rules[cluster] = MIXED
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
