@@ -337,13 +337,27 @@ def test_a_received_model_that_is_as_good_only_after_a_task_is_behind() -> None:
         alone.round(0.1, -0.1, received=0.3)
         together.round(0.1, -0.1, received=0.05)
     assert (alone.rule(), together.rule()) == ("alone", "tried")
-    # Behind after a task with a probability of 0.91 by Student's t of 3 degrees: more is needed.
-    behind = Fleet(6)
+
+
+def test_a_received_model_that_is_surely_better_after_a_task_is_not_behind() -> None:
+    fleet = Fleet(6)
+    for _ in range(4):
+        fleet.round(-0.1, -0.2, received=0.5)
+    assert fleet.rule() == "tried"
+    fleet.round(-0.1, -0.2, received=0.5)
+    assert fleet.rule() == "mixed"
+
+
+@pytest.mark.parametrize(("lead", "rule"), [(0.25, "alone"), (0.15, "mixed")])
+def test_trials_end_with_what_is_likely(lead: float, rule: str) -> None:
+    # Leads of 0.3, 0.2, 0.4 and -0.01 over the received model have a probability of 0.96, by
+    # Student's t of 3 degrees; less 0.1, of 0.87.
+    fleet = Fleet(6)
     for _ in range(8):
-        behind.round(-0.1, -0.2, 0.02, -0.05, received=0.4)
-    assert behind.rule() == "tried"
-    behind.round(-0.1, -0.2, 0.02, -0.05, received=0.4)
-    assert behind.rule() == "mixed"
+        fleet.round(0.05, -0.05, 0.15, -0.26, received=lead)
+    assert fleet.rule() == "tried"
+    fleet.round(0.05, -0.05, 0.15, -0.26, received=lead)
+    assert fleet.rule() == rule
 
 
 def test_half_of_the_clients_are_on_trial_and_four_at_least() -> None:

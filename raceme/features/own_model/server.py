@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from raceme.core.strategy import Needs
 
 _SURE, _LIKELY = 0.99, 0.9
-"""Probabilities from which on a difference is significant, and probable."""
+"""Probabilities from which on a difference is significant: during a trial, and at its end."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision."""
 _OFTEN = 32
@@ -68,7 +68,7 @@ class Pace:
     together, alone : float
         Comparisons per client before which no trial ends with mixtures, or with training alone.
     longest : float
-        Comparisons per client at which a trial ends with mixtures.
+        Comparisons per client at which a trial ends.
     mixed : int
         Interval, in tasks, in which own models are trained from mixtures after a trial.
     """
@@ -263,16 +263,15 @@ class OwnModel(Feature):
             enough = len(known) >= _FEWEST
             return chance_above_zero([lead(one) for one in known]) if enough else 0.5
 
-        adapted, received = chance(lambda one: one.adapted), chance(lambda one: one.received)
+        is_behind = chance(lambda one: one.adapted) <= 1 - _SURE
+        ahead = chance(lambda one: one.received)
         catches_up = chance(lambda one: one.received - one.longer) <= 1 - _SURE
-        if tasks >= pace.together and adapted <= 1 - _SURE:
+        if tasks >= pace.together and is_behind:
             state.rules[cluster] = MIXED
-        elif (
-            tasks >= pace.alone and received >= _SURE and not catches_up and adapted >= 1 - _LIKELY
-        ):
+        elif tasks >= pace.alone and ahead >= _SURE and not (is_behind or catches_up):
             state.rules[cluster] = ALONE
         elif tasks >= pace.longest:
-            state.rules[cluster] = MIXED
+            state.rules[cluster] = ALONE if ahead >= _LIKELY and not catches_up else MIXED
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
