@@ -22,7 +22,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import from_array, to_array
 from raceme.core.requests import InFlight, Request, Update
-from raceme.features.own_model.server import OwnModel, chance_above_zero
+from raceme.features.own_model.server import ModelComparison, OwnModel, chance_above_zero
 from raceme.runs.experiment import simulate
 from raceme.simulation.devices import training_cost
 
@@ -65,6 +65,30 @@ def test_the_changes_of_two_probes_make_a_clients_first_own_model() -> None:
     # A third probe trains on samples of the first or the second.
     change(4)
     assert own_of(node) == pytest.approx(SPEC.unpack(INITIAL) + both, abs=1e-6)
+
+
+def test_of_two_probes_the_second_gives_statistics_of_batch_normalisation(tmp_path: Path) -> None:
+    x, y = np.array([[5.0, 1.0], [1.0, 3.0]], np.float32), [0, 1]
+    np.savez(tmp_path / "pair.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    config = RunConfig(dataset="npz", model="networks:batch_norm_only", lr=1.0)
+    config = config.with_values(data_file=str(tmp_path / "pair.npz"))
+    node = node_context({"device-id": "a"}, config)
+    arrays = {
+        "weight": np.ones(2, np.float32),
+        "bias": np.zeros(2, np.float32),
+        "running_mean": np.zeros(2, np.float32),
+        "running_var": np.ones(2, np.float32),
+        "num_batches_tracked": np.array(0),
+    }
+    initial = ArrayRecord({name: to_array(values) for name, values in arrays.items()})
+    probed = {"task-share": 0.2, "local-steps": 1, "batch-size": 2, **OWN, "own-rule": "probed"}
+    for task in (1, 2):
+        app(message("train", {"task": task, **probed}, initial), node)
+    own = {name: from_array(array) for name, array in node.state["own-line"].items()}  # type: ignore[union-attr]
+    # A step moves γ by 1 - 1 / (1 + exp(-2)) = 0.1192 on both samples, by twice that in the sum.
+    assert own["weight"] == pytest.approx(1 + 2 * 0.1192, abs=1e-3)
+    assert own["running_var"] == pytest.approx([0.9 + 0.1 * 8.0, 0.9 + 0.1 * 2.0], rel=1e-5)
+    assert own["num_batches_tracked"] == 1
 
 
 def test_a_probe_adds_nothing_to_an_own_model_that_has_been_trained() -> None:
@@ -403,6 +427,33 @@ def test_an_own_model_that_has_learned_from_the_kept_samples_is_given_up(tmp_pat
         assert "own-score" not in told
 
 
+def test_means_of_comparisons_by_hand() -> None:
+    known = ModelComparison(0)
+    known.add(0.4, 0.8)
+    known.add(0.0, 0.2)
+    # The newest counts half, in the longer mean a fifth.
+    means = (known.adapted, known.received, known.longer)
+    assert means == pytest.approx((0.2, 0.5, 0.68))
+    known.add(math.nan, math.nan)
+    means = (known.adapted, known.received, known.longer)
+    assert (*means, known.count) == pytest.approx((0.1, 0.25, 0.544, 3))
+
+
+def test_what_is_only_probable_decides_nothing_during_a_trial() -> None:
+    # Four values of mean -0.0825 are below 0 with a probability of 0.914.
+    probably = (-0.1, -0.2, 0.02, -0.05)
+    behind = Fleet(6)
+    for _ in range(8):
+        behind.round(*probably)
+    assert behind.rule() == "tried"
+    # A lead of 0.5 that has probably shrunk.
+    ahead = Fleet(6)
+    for _ in range(3):
+        ahead.round(0.5)
+    ahead.round(*(0.5 + change for change in probably))
+    assert ahead.rule() == "alone"
+
+
 def test_the_newest_comparisons_count_most() -> None:
     fleet = Fleet(6)
     for _ in range(3):
@@ -468,6 +519,12 @@ def test_with_a_protection_all_are_on_trial_for_longer_and_train_with_every_task
     assert other.rule() == "tried"
     other.round(-0.1, -0.2)
     assert other.rules(3) == ["mixed"] * 3
+    unclear = Fleet(12, protection="trust")
+    for _ in range(11):
+        unclear.round(0.1, -0.1)
+    assert unclear.rule() == "tried"
+    unclear.round(0.1, -0.1)
+    assert unclear.rule() == "mixed"
 
 
 def test_groups_that_have_been_found_need_no_trial() -> None:

@@ -119,12 +119,16 @@ def _train_both(
 
 
 def _add_change(work: ClientWork, received: ArrayRecord) -> None:
-    """Add the change of the model in the client's network to the client's own model."""
+    """Add the change of the weights in the client's network to the client's own model.
+
+    Running statistics become those of the network: a sum of changes may have negative variances.
+    """
     network, spec = work.client.network, ModelSpec.of(received)
     own = spec.unpack(work.state.array_records[_OWN])
     trained = spec.unpack(network.write(spec))
     added = np.asarray(own + (trained - spec.unpack(received)), np.float32)
-    spec.copy_counters(trained, added)
+    if spec.trainable is not None:
+        added = np.where(spec.trainable, added, trained)
     network.read(spec.pack(added))
 
 
