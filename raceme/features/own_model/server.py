@@ -45,8 +45,9 @@ from raceme.features.own_model import (
 if TYPE_CHECKING:
     from raceme.core.strategy import Needs
 
-_SURE, _LIKELY = 0.99, 0.9
-"""Probabilities from which on a difference is significant: during a trial, and at its end."""
+_SURE, _LIKELY, _SHRINKING = 0.99, 0.9, 0.95
+"""Probabilities from which on a difference counts during a trial, and at its end, and from which
+on a lead shrinks."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision."""
 _OFTEN = 32
@@ -80,7 +81,7 @@ class Pace:
     mixed: int
 
 
-_QUICK = Pace(0.5, together=5.0, alone=4.0, longest=9.0, mixed=3)
+_QUICK = Pace(0.5, together=5.0, alone=6.0, longest=9.0, mixed=3)
 _CAREFUL = Pace(1.0, together=6.0, alone=8.0, longest=12.0, mixed=1)
 """With a protection: attackers slow the received model down, and own models make up for it."""
 
@@ -93,28 +94,35 @@ class ModelComparison:
     ----------
     cluster : int
         Cluster of the received model.
-    adapted : float
-        Running mean of the own model's lead over the received model after a task.
-    received, longer : float
-        Running means of its lead over the received model itself, over few tasks and over more.
+    adapted, received : float
+        Running means of the own model's lead over the received model after and before a task.
+    adapted_longer, received_longer : float
+        The same over more tasks.
     count : int
         Number of tasks.
+    is_known : bool
+        Whether any task had scores.
     """
 
     cluster: int
     adapted: float = 0.0
     received: float = 0.0
-    longer: float = 0.0
+    adapted_longer: float = 0.0
+    received_longer: float = 0.0
     count: int = 0
+    is_known: bool = False
 
     def add(self, adapted: float, received: float) -> None:
-        """Add a task's differences; NaN, if the client reports none, counts as 0."""
+        """Add a task's leads; NaN if the client reports none, as it has no own model yet."""
         self.count += 1
-        newest, longer = (1.0, 1.0) if self.count == 1 else (_NEWEST, _LONGER)
-        adapted, received = (one if math.isfinite(one) else 0.0 for one in (adapted, received))
+        if not (math.isfinite(adapted) and math.isfinite(received)):
+            return
+        newest, longer = (_NEWEST, _LONGER) if self.is_known else (1.0, 1.0)
+        self.is_known = True
         self.adapted += newest * (adapted - self.adapted)
         self.received += newest * (received - self.received)
-        self.longer += longer * (received - self.longer)
+        self.adapted_longer += longer * (adapted - self.adapted_longer)
+        self.received_longer += longer * (received - self.received_longer)
 
 
 @dataclass
@@ -263,15 +271,23 @@ class OwnModel(Feature):
             enough = len(known) >= _FEWEST
             return chance_above_zero([lead(one) for one in known]) if enough else 0.5
 
-        is_behind = chance(lambda one: one.adapted) <= 1 - _SURE
-        ahead = chance(lambda one: one.received)
-        catches_up = chance(lambda one: one.received - one.longer) <= 1 - _SURE
-        if tasks >= pace.together and is_behind:
+        over_adapted, over_received = (
+            chance(lambda one: one.adapted),
+            chance(lambda one: one.received),
+        )
+        growths = (
+            chance(lambda one: one.adapted - one.adapted_longer),
+            chance(lambda one: one.received - one.received_longer),
+        )
+        catches_up = min(growths) <= 1 - _SHRINKING
+        sure = _SURE if tasks < pace.longest else _LIKELY
+        is_better = over_received >= sure and over_adapted > 1 - sure and not catches_up
+        if tasks >= pace.together and over_adapted <= 1 - _SURE:
             state.rules[cluster] = MIXED
-        elif tasks >= pace.alone and ahead >= _SURE and not (is_behind or catches_up):
+        elif tasks >= pace.alone and is_better:
             state.rules[cluster] = ALONE
         elif tasks >= pace.longest:
-            state.rules[cluster] = ALONE if ahead >= _LIKELY and not catches_up else MIXED
+            state.rules[cluster] = MIXED
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
