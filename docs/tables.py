@@ -1269,7 +1269,7 @@ def panicle_larger(docs: Path) -> Table:
 
 def panicle_ablation(docs: Path) -> Table:
     """Accuracy of Panicle, and what it changes by without each part."""
-    parts = ("no-clusters", "no-drift", "no-forward", "no-own-model")
+    parts = ("no-clusters", "no-drift", "no-forward", "no-average", "no-own-model")
     rows, changes = [], []
     for case in _ABLATED:
         of = Experiment.read(docs, f"ablation-{case}")

@@ -989,6 +989,7 @@ class Panicle(_Panicle):
         level: float = 0.6,
         drift: bool = True,
         forward: float = 0.5,
+        average: float = 0.1,
         sketch_epsilon: float = 0.0,
         sketch_size: int = 64,
         **arguments: Unpack[_Arguments],

@@ -456,7 +456,7 @@ class Evaluator:
 
     def _prepare(self, evaluation: Evaluation, clients: Collection[str]) -> None:
         """Prepare the current models for some clients' tests."""
-        method, feature = self._method, evaluation.feature
+        method, feature, served = self._method, evaluation.feature, self._method.served
         prepared: dict[str, list[ArrayRecord]] = {}
         self._records[feature] = prepared
         for client in clients:
@@ -470,7 +470,7 @@ class Evaluator:
                 weights = method.serving(client, step) if feature else method.placement(client)
                 key = tuple(sorted(weights.items()))
                 if key not in packed:
-                    packed[key] = self._packer.serve(method.models, weights)[0]
+                    packed[key] = self._packer.serve(served, weights)[0]
                 models.append(packed[key])
 
     def _models(self, evaluation: Evaluation, client: str) -> list[ArrayRecord]:
@@ -578,7 +578,7 @@ def tested_by_server(
         for cluster, weight in method.placement(client).items():
             sizes[cluster] += weight
     found: dict[int, MetricRecord] = {}
-    for cluster, model in method.models.items():
+    for cluster, model in method.served.items():
         if measured := test(packer.pack(cluster, model)[0]):
             found[cluster] = measured
     if len(found) <= 1:

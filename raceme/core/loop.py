@@ -265,7 +265,7 @@ class Loop:
     def _fill_result(self) -> None:
         """Fill in models and placements of the result."""
         method, result = self._method, self._method.result
-        result.clusters = {k: self._packer.pack(k, model)[0] for k, model in method.models.items()}
+        result.clusters = {k: self._packer.pack(k, model)[0] for k, model in method.served.items()}
         if result.clusters:
             result.arrays = result.clusters[method.clusters.largest()]
         result.client_clusters = {

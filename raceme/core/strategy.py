@@ -451,6 +451,11 @@ class Method(Strategy):
         """Whether cluster k corresponds to the k-th distribution of the server's samples."""
         return False
 
+    @property
+    def served(self) -> Mapping[int, Model]:
+        """The models that clients use and test, by cluster; by default the trained ones."""
+        return self.models
+
     def serving(self, client: str, step: int) -> Weights:
         """Return the clusters that serve a client on its data of a step, with weights.
 

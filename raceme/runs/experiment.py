@@ -650,7 +650,7 @@ def execute(
                     for observer in listening:
                         observer(told)
                 if probe and isinstance(event, Evaluated) and strategy.has_distributions:
-                    scores = score_clusters(strategy.models, probe, event.time, event.updates)
+                    scores = score_clusters(strategy.served, probe, event.time, event.updates)
                     if scores is not None:
                         observe(scores)
 
@@ -757,7 +757,7 @@ def _write_artefacts(
     return write_all(
         out,
         summary=result,
-        models={k: spec.views(model.vector) for k, model in strategy.models.items()},
+        models={k: spec.views(model.vector) for k, model in strategy.served.items()},
         clients=((client, spec.views(vector)) for client, vector in used),
         similarity=strategy.similarity(),
         target=config.target_accuracy,
@@ -855,5 +855,6 @@ def models_in_use(method: Method) -> Iterator[tuple[str, Vector]]:
     tuple[str, Vector]
         A client and its model's weights, shape (d,).
     """
+    served = method.served
     for client in method.progress.fleet.online():
-        yield client.client_id, blended(method.models, method.placement(client.client_id))
+        yield client.client_id, blended(served, method.placement(client.client_id))

@@ -386,6 +386,36 @@ def test_running_statistics_are_mixed_and_never_extrapolated() -> None:
     assert strategy.models[0].vector[0] != pytest.approx(1.0)
 
 
+def test_what_clients_use_is_a_mean_of_the_last_versions() -> None:
+    strategy = fleet(2, clustering=False, average=1.0)
+    seen = []
+    for client in ("c0", "c1", "c0"):
+        step(strategy, client, *(strategy.models[0].vector + np.float32([1.0, 2.0])))
+        seen.append(strategy.models[0].vector.copy())
+    # With two members, the third version has the weight one half.
+    assert np.allclose(strategy.served[0].vector, (seen[0] + seen[1]) / 4 + seen[2] / 2)
+    # Clients train the last version, not the average.
+    assert strategy.models[0].vector.tolist() == seen[-1].tolist()
+    last = fleet(2, clustering=False, average=0.0)
+    step(last, "c0", 1.0, 0.0)
+    assert last.served[0].vector.tolist() == last.models[0].vector.tolist()
+
+
+def test_tests_and_the_result_are_of_what_clients_use() -> None:
+    strategy = Panicle(PanicleParameters(average=1.0))
+    seen = run_on(strategy, three_groups())
+    plain = run_on(Panicle(PanicleParameters(average=0.0)), three_groups())
+    losses = [
+        [event.loss for event in run if isinstance(event, events.Evaluated)]
+        for run in (seen, plain)
+    ]
+    assert losses[0][-1] != losses[1][-1]
+    for cluster, arrays in strategy.result.clusters.items():
+        own = strategy.spec.unpack(arrays)
+        assert own.tolist() == strategy.served[cluster].vector.tolist()
+        assert own.tolist() != strategy.models[cluster].vector.tolist()
+
+
 def test_a_client_that_left_no_longer_moves_its_cluster() -> None:
     strategy = two_groups()
     k = strategy.clusters.main("c0")
@@ -428,7 +458,7 @@ def test_clients_that_go_the_other_way_are_apart() -> None:
 
 def test_every_part_can_be_switched_off() -> None:
     options = {field.name: field for field in dataclasses.fields(PanicleParameters)}
-    off = {"clustering": False, "drift": False, "forward": 0.0}
+    off = {"clustering": False, "drift": False, "forward": 0.0, "average": 0.0}
     privacy = {"sketch_epsilon", "sketch_size"}  # off by default
     assert off.keys() == options.keys() - {"probe_steps", "level"} - privacy
     for name, value in off.items():

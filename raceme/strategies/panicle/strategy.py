@@ -11,8 +11,8 @@ A client whose updates suddenly grow is probed again, and moves to the cluster o
 many clients' updates grow, all other clients are probed, too, and clusters learn fast for a while.
 Inside a cluster, each update replaces the client's latest change, and moves the model by the mean
 of all members' latest changes, weighted by examples; so no client dominates the model by being
-fast. Clients use the model, mixed with a model of their own if that helps on held-out samples
-(`own-model`).
+fast. Clients use a mean of the model's last versions, mixed with a model of their own if that helps
+on held-out samples (`own-model`).
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class PanicleParameters:
         low=0,
         high=1,
     )
+    average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
     sketch_epsilon: float = option(
         0.0,
         "ε at δ = 1e-5 of a client's two probes, which leave the device as noisy sketches (0: as "
@@ -140,6 +141,8 @@ class ClusterLearning:
 
     Attributes
     ----------
+    mean : Model
+        w̄: mean of the model's last versions, which clients use.
     total : Vector
         Σ n_i z_i: sum of the members' latest models, weighted by examples. Shape (d,).
     examples : int
@@ -152,6 +155,7 @@ class ClusterLearning:
         Clusters from which it was split or merged, and their origins.
     """
 
+    mean: Model
     total: Vector
     examples: int = 0
     counted: int = 0
@@ -276,7 +280,7 @@ class Panicle(Method):
 
     def _check_loaded(self, others: Iterable[Vector] = ()) -> None:
         state = self.state
-        sums = [one.total for one in state.learned.values()]
+        sums = [part for one in state.learned.values() for part in (one.mean.vector, one.total)]
         super()._check_loaded([*others, state.initial, *sums, *state.latest.values()])
 
     def on_leave(self, client: str) -> None:
@@ -543,9 +547,8 @@ class Panicle(Method):
         self._replace_latest(update, k)
         alpha = self._by_examples(alpha, update, k)
         # The result is no mean of models, except for statistics; `move` checks that it is finite.
-        target, model = contribution(target, update.vector, self.trainable), self.models[k]
-        model.move(np.float32(alpha) * (target - model.vector))
-        self._learned(k).updates += 1
+        target = contribution(target, update.vector, self.trainable)
+        self._move_model(k, alpha, target, m)
         return Outcome(k, staleness, alpha)
 
     def _probe_again(self, client: str) -> None:
@@ -584,6 +587,14 @@ class Panicle(Method):
             return alpha
         return min(1.0, alpha * (update.num_examples * learned.counted / learned.examples))
 
+    def _move_model(self, cluster: int, alpha: float, target: Vector, members: int) -> None:
+        """Move a cluster's model towards a target, and update the mean of its last versions."""
+        model, learned = self.models[cluster], self._learned(cluster)
+        model.move(np.float32(alpha) * (target - model.vector))
+        learned.updates += 1
+        versions = min(self.parameters.average * learned.updates, members)
+        learned.mean.mix(model.vector, 1.0 / max(1.0, versions))
+
     def _replace_latest(self, update: Update, cluster: int) -> None:
         """Replace a member's latest model, if it is online."""
         client, state = update.task.client, self.state
@@ -604,6 +615,17 @@ class Panicle(Method):
         if vector is not None and learned is not None:
             learned.add(vector, examples, times=-1)
 
+    # 5. Models in use.
+
+    @property
+    def served(self) -> dict[int, Model]:
+        """The mean of each model's last versions, smoother than the model itself."""
+        means = {cluster: self._learned(cluster).mean for cluster in self.models}
+        if self.spec.counters is not None:
+            for cluster, mean in means.items():
+                mean.copy_from(self.models[cluster].vector, self.spec.counters)
+        return means
+
     # Helpers.
 
     def _watch(self, client: str) -> DriftDetector:
@@ -612,7 +634,6 @@ class Panicle(Method):
     def _learned(self, cluster: int) -> ClusterLearning:
         """Return the state of a cluster, created for a new one."""
         if cluster not in self.state.learned:
-            self.state.learned[cluster] = ClusterLearning(
-                np.zeros_like(self.models[cluster].vector)
-            )
+            model = self.models[cluster]
+            self.state.learned[cluster] = ClusterLearning(model.copy(), np.zeros_like(model.vector))
         return self.state.learned[cluster]
