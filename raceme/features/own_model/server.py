@@ -67,7 +67,7 @@ class Pace:
     on_trial : float
         Share of a cluster's clients that are on trial.
     together, alone : float
-        Comparisons per client before which no trial ends with mixtures, or with training alone.
+        Comparisons per client before which no trial ends at all, or with training alone.
     longest : float
         Comparisons per client at which a trial ends.
     mixed : int
@@ -266,6 +266,8 @@ class OwnModel(Feature):
         if not known or 2 * len(known) < len(members):
             return
         tasks, pace = statistics.fmean(one.count for one in known), self._pace
+        if tasks < pace.together:
+            return
 
         def chance(lead: Callable[[ModelComparison], float]) -> float:
             enough = len(known) >= _FEWEST
@@ -282,7 +284,7 @@ class OwnModel(Feature):
         catches_up = min(growths) <= 1 - _SHRINKING
         sure = _SURE if tasks < pace.longest else _LIKELY
         is_better = over_received >= sure and over_adapted > 1 - sure and not catches_up
-        if tasks >= pace.together and over_adapted <= 1 - _SURE:
+        if over_adapted <= 1 - _SURE:
             state.rules[cluster] = MIXED
         elif tasks >= pace.alone and is_better:
             state.rules[cluster] = ALONE
