@@ -190,7 +190,8 @@ class Loop:
         ending, reason = self._ending
         updates = self._progress.updates
         log.info("The run ended after %s: %s", plural(updates, "update"), reason)
-        if ending is not Ending.INTERRUPTED and 2 * self._progress.weightless >= updates > 0:
+        is_short = ending not in (Ending.INTERRUPTED, Ending.TARGET)
+        if is_short and 2 * self._progress.weightless >= updates > 0:
             _run_log.warning(
                 "%d of %d updates changed no model, as the first ones of a client do with %s: the "
                 "run is too short. Give more updates or rounds.",

@@ -382,6 +382,7 @@ FLIP = {"clients": 10, "attack": "label-flip"}
         ({"clients": 8}, f"8 {FEW}"),
         ({"clients": 10}, ""),
         ({"clients": 8, "strategy": "panicle"}, "changed no model"),
+        ({"clients": 8, "strategy": "panicle", "max-updates": 30, "target-accuracy": 0.2}, ""),
         ({"clients": 8, "casa.gamma": 0.05}, ""),
         ({"clients": 8, "strategy": "casa-c"}, ""),
         ({"clients": 1, "strategy": "fedasync"}, "One client trains alone"),
