@@ -302,12 +302,15 @@ class Seen:
     def __init__(self, clients: int, outputs: int) -> None:
         self.clusters = Clusters({0: Model(np.zeros(1, np.float32))})
         self.spec, self.updates = SimpleNamespace(outputs=outputs), 0
-        self.names = [f"c{number}" for number in range(clients)]
+        self.names, self.away = [f"c{number}" for number in range(clients)], set[str]()
         for name in self.names:
             self.clusters.join(name)
 
     def examples(self, client: str) -> int:
         return int(client[1:])
+
+    def is_online(self, client: str) -> bool:
+        return client not in self.away
 
 
 class Fleet:
@@ -545,6 +548,19 @@ def test_with_a_protection_all_are_on_trial_for_longer_and_train_with_every_task
     assert unclear.rule() == "tried"
     unclear.round(0.1, -0.1)
     assert unclear.rule() == "mixed"
+
+
+def test_a_trial_whose_clients_have_all_left_begins_anew() -> None:
+    fleet = Fleet(12)
+    rules = [fleet.asked(name)["own-rule"] for name in fleet.seen.names]
+    assert rules == 4 * ["tried"] + 4 * ["skipped"] + ["tried", "skipped", "tried", "skipped"]
+    fleet.seen.away = {"c0", "c1", "c2", "c3", "c8"}
+    assert fleet.asked("c4")["own-rule"] == "joint"
+    fleet.seen.away.add("c10")
+    fleet.seen.names = ["c4", "c5", "c6", "c7", "c9", "c11"]
+    for _ in range(6):
+        fleet.round(0.1, 0.2, 0.15, 0.1, -0.9)
+    assert fleet.asked("c11") == {"own-rule": "alone"}
 
 
 def test_groups_that_have_been_found_need_no_trial() -> None:

@@ -241,16 +241,21 @@ class OwnModel(Feature):
         rule = self._rule(context.clusters.main(client), context)
         if names.TASK_SHARE in request.settings:
             return PROBED
-        if rule == ALONE or (rule == TRIED and self._is_on_trial(client)):
+        if rule == ALONE or (rule == TRIED and self._is_on_trial(client, context)):
             return rule
         tasks = state.tasks[client] = state.tasks.get(client, 0) + 1
         if rule == TRIED:
             return JOINT if tasks % _JOINT == 0 else SKIPPED
         return MIXED if tasks % self._pace.mixed == 0 else SKIPPED
 
-    def _is_on_trial(self, client: str) -> bool:
-        """Return whether a client is on trial: the first four that ask, and a share of all."""
+    def _is_on_trial(self, client: str, context: FeatureContext) -> bool:
+        """Return whether a client is on trial: the first four that ask, and a share of all.
+
+        When all of them are gone, a trial begins anew.
+        """
         tried = self.state.tried
+        if not any(is_tried and context.is_online(name) for name, is_tried in tried.items()):
+            tried.clear()
         if client not in tried:
             wanted = max(_FEWEST, self._pace.on_trial * (len(tried) + 1))
             tried[client] = sum(tried.values()) < wanted
