@@ -1,11 +1,11 @@
 """Ten kinds of fleets that were not used for tuning: (Fashion-)MNIST at 14x14 pixels.
 
     raceme compare --suite benchmarks/untuned_fleets.toml --data-root data
-    raceme compare --suite benchmarks/unlike_clients.toml --data-root data
 
 A client has 100 training and 50 test samples unless its kind says otherwise. Conflicting groups
-have permuted labels, each its own permutation. The second suite has three more kinds: each client
-has its own labels, or its own shift and contrast of images, or one class as 80 % of its samples.
+have permuted labels, each its own permutation. alone_or_together.toml has three more kinds: each
+client has its own labels, or its own shift and contrast of images, or one class as 80 % of its
+samples.
 """
 
 from collections.abc import Sequence

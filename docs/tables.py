@@ -30,6 +30,7 @@ from typing import Any
 from scipy.stats import PermutationMethod, kendalltau, wilcoxon
 
 from raceme.core.config import read_toml, write_toml
+from raceme.core.events import ACCURACY
 
 DOCS = Path(__file__).parent
 PAGES = ("results*.md", "research/panicle*.md", "research/privacy.md")
@@ -158,20 +159,26 @@ def _compared(folder: Path) -> dict[str, Any]:
     return of
 
 
-def _accuracy_at(run: Path, seconds: float) -> float | None:
-    """Return a run's accuracy at its last evaluation until a virtual time, if it had one."""
-    asked = "SELECT accuracy FROM evaluations WHERE time <= ? ORDER BY time DESC, event DESC"
-    with closing(sqlite3.connect(run / "run.sqlite")) as connection:
-        found = connection.execute(f"{asked} LIMIT 1", (seconds,)).fetchone()
-    return None if found is None else float(found[0])
+def _evaluated(run: Path, where: str, limit: float, name: str) -> dict[str, float]:
+    """Return the accuracy at a run's last evaluation until a limit, and that of the worst tenth."""
+    with closing(sqlite3.connect(run / "run.sqlite")) as database:
+        last = f"SELECT event, accuracy FROM evaluations WHERE {where} <= ? ORDER BY {where} DESC"
+        found = database.execute(f"{last}, event DESC LIMIT 1", (limit,)).fetchone()
+        if found is None:
+            return {}
+        asked = "SELECT accuracy FROM client_evaluations WHERE event = ?"
+        clients = [value for (value,) in database.execute(asked, found[:1])]
+    worst = ACCURACY.worst_tenth(clients)
+    return {f"accuracy_{name}": found[1], f"worst_tenth_accuracy_{name}": worst}
 
 
-def pack(folder: Path, times: Sequence[float] = ()) -> str:
+def pack(folder: Path, times: Sequence[float] = (), updates: Sequence[int] = ()) -> str:
     """Return the data file of a comparison: the inverse of :meth:`Experiment.unpack`.
 
     Of a folder with a comparison for each variant of a suite, methods are named
-    ``VARIANT/METHOD``, and the title is that of the first. For each of some virtual times rows have
-    the accuracy until then: ``accuracy_at_25``.
+    ``VARIANT/METHOD``, and the title is that of the first. For each of some virtual times and
+    numbers of updates per client rows have the accuracy then, ``accuracy_at_25`` and
+    ``accuracy_after_10``, and that of the worst tenth.
 
     Raises
     ------
@@ -203,7 +210,11 @@ def pack(folder: Path, times: Sequence[float] = ()) -> str:
                 left_out = {*_ASKED, "target", "versions", "protection", "verdicts", "own_keys"}
                 figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
                 figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
-                figures |= {f"accuracy_at_{at:g}": _accuracy_at(path, at) for at in times}
+                for at in times:
+                    figures |= _evaluated(path, "time", at, f"at_{at:g}")
+                for each in updates:
+                    if (limit := each * summary["clients"]) <= summary["updates"]:
+                        figures |= _evaluated(path, "updates", limit, f"after_{each}")
                 name = f"{prefix}{path.parent.name}"
                 row = {"method": name, "seed": int(seed)}
                 row |= {} if kind == "seed" else {"kind": kind}
@@ -1234,12 +1245,38 @@ def panicle_alone(docs: Path) -> Table:
     for case, title in _ALONE.items():
         of = Experiment.read(docs, f"alone-{case}")
         cells = [
-            f"{spread(of.values(method, 'accuracy'), 1, 100.0)} / "
-            f"{number(100 * of.mean(method, 'worst_tenth_accuracy'), 1)}"
+            f"{spread(of.values(method, 'accuracy_after_40'), 1, 100.0)} / "
+            f"{number(100 * of.mean(method, 'worst_tenth_accuracy_after_40'), 1)}"
             for method in methods
         ]
         rows.append([title, *_bold(cells)])
     return Table(("fleet", *(f"`{method}`" for method in methods)), rows)
+
+
+def panicle_alone_points(docs: Path, methods: str, when: str) -> Table:
+    """The same at several points: all clients and, in rows of their own, the worst tenth."""
+    rows = []
+    for case, title in _ALONE.items():
+        of = Experiment.read(docs, f"alone-{case}")
+        for label, key in ((title, "accuracy"), ("worst tenth", "worst_tenth_accuracy")):
+            points = [
+                [_percent(of, method, f"{key}_{point}") for method in methods.split()]
+                for point in when.split()
+            ]
+            rows.append([label, *map(", ".join, zip(*map(_best, points), strict=True))])
+    return Table(("fleet", *code(*methods.split()).values()), rows)
+
+
+def _percent(of: Experiment, method: str, key: str) -> str:
+    """Return the mean of an accuracy; a dash where runs were shorter."""
+    found = of.values(method, key)
+    return number(100 * statistics.fmean(found) if found else None, 1)
+
+
+def _best(cells: Sequence[str]) -> list[str]:
+    """Return numbers with the greatest in bold."""
+    best = max((cell for cell in cells if cell != "–"), key=float, default="")
+    return [f"**{cell}**" if cell == best else cell for cell in cells]
 
 
 def panicle_stations(docs: Path) -> Table:
@@ -1646,6 +1683,16 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "panicle-regret": panicle_regret,
     "panicle-natural": panicle_natural,
     "panicle-alone": panicle_alone,
+    "panicle-alone-updates": partial(
+        panicle_alone_points,
+        methods="panicle standalone fedavg",
+        when="after_10 after_25 after_40 after_100",
+    ),
+    "panicle-alone-time": partial(
+        panicle_alone_points,
+        methods="panicle standalone fedbuff fedavg",
+        when="at_20 at_30 at_50",
+    ),
     "panicle-stations": panicle_stations,
     "panicle-untuned": panicle_untuned,
     "panicle-fashion": partial(panicle_untuned, images=_FASHION),
@@ -1729,6 +1776,9 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
     parser.add_argument(
         "--at", type=float, action="append", metavar="SECONDS", help="with the accuracy then"
     )
+    parser.add_argument(
+        "--after", type=int, action="append", metavar="UPDATES", help="the same, per client"
+    )
     parser.add_argument("--out", type=Path, help="the folder for --unpack, the file for --pack")
     options = parser.parse_args(arguments)
     is_check, problems = options.check, list[str]()
@@ -1736,7 +1786,8 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
         try:
             if options.pack is not None:
                 out = options.out or docs / "results" / f"{options.pack.name}.json"
-                out.write_text(pack(options.pack, options.at or ()), encoding="utf-8")
+                packed = pack(options.pack, options.at or (), options.after or ())
+                out.write_text(packed, encoding="utf-8")
             else:
                 Experiment.read(docs, options.unpack).unpack(options.out or Path(options.unpack))
         except TableError as error:

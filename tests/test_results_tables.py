@@ -161,15 +161,25 @@ def test_variants_of_a_suite_are_written_into_one_data_file(tmp_path: Path) -> N
         tree = {"title": variant, "seeds": [10], "methods": [entry], "sweeps": {}}
         (out / "compare.json").write_text(json.dumps(tree), encoding="utf-8")
         with closing(sqlite3.connect(folder / "run.sqlite")) as run, run:
-            run.execute("CREATE TABLE evaluations (time REAL, event INTEGER, accuracy REAL)")
-            evaluations = [(0.0, 1, 0.1), (4.0, 2, 0.5), (4.0, 3, 0.6), (5.5, 4, 0.9)]
-            run.executemany("INSERT INTO evaluations VALUES (?, ?, ?)", evaluations)
-    times = ["--at", "5", "--at", "5.5"]
-    assert TABLES["main"](["--pack", str(runs), *times, "--out", str(file)], DOCS) == 0
+            columns = "(time REAL, event INTEGER, updates INTEGER, accuracy REAL)"
+            run.execute(f"CREATE TABLE evaluations {columns}")
+            rows = [(0.0, 1, 0, 0.1), (4.0, 2, 20, 0.5), (4.0, 3, 40, 0.6), (5.5, 4, 60, 0.9)]
+            run.executemany("INSERT INTO evaluations VALUES (?, ?, ?, ?)", rows)
+            run.execute("CREATE TABLE client_evaluations (event INTEGER, accuracy REAL)")
+            # The worst tenth of eleven clients are two.
+            tested = [(row[1], row[3] - 0.01 * client) for row in rows for client in range(11)]
+            run.executemany("INSERT INTO client_evaluations VALUES (?, ?)", tested)
+    points = ["--at", "5", "--at", "5.5", "--after", "2", "--after", "1000"]
+    assert TABLES["main"](["--pack", str(runs), *points, "--out", str(file)], DOCS) == 0
     packed = json.loads(file.read_text(encoding="utf-8"))
     assert packed["title"] == "calm"
-    assert packed["shared"]["figures"]["accuracy_at_5"] == 0.6
-    assert packed["shared"]["figures"]["accuracy_at_5.5"] == 0.9
+    figures = packed["shared"]["figures"]
+    assert figures["accuracy_at_5"] == 0.6
+    assert figures["accuracy_at_5.5"] == 0.9
+    assert figures["worst_tenth_accuracy_at_5"] == pytest.approx(0.505)
+    # Two updates of each of 20 clients. The run had no 20,000 updates.
+    assert figures["accuracy_after_2"] == 0.6
+    assert "accuracy_after_1000" not in figures
     assert [row["method"] for row in packed["rows"]] == ["calm/fedavg", "rush/fedavg"]
     experiment = TABLES["Experiment"]("both", packed)
     experiment.unpack(tmp_path / "again")
