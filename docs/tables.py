@@ -931,9 +931,9 @@ def flexcfl_fig6_b(docs: Path) -> Table:
 
 
 def _bold(cells: Sequence[str]) -> list[str]:
-    """Return the cells with the greatest of their first numbers in bold."""
+    """Return the cells with the greatest of their first numbers in bold; dashes are none."""
     first = [cell.split()[0] for cell in cells]
-    best = max(first, key=float)
+    best = max((own for own in first if own != "–"), key=float, default="")
     return [
         cell.replace(own, f"**{own}**", 1) if own == best else cell
         for cell, own in zip(cells, first, strict=True)
@@ -1263,7 +1263,7 @@ def panicle_alone_points(docs: Path, methods: str, when: str) -> Table:
                 [_percent(of, method, f"{key}_{point}") for method in methods.split()]
                 for point in when.split()
             ]
-            rows.append([label, *map(", ".join, zip(*map(_best, points), strict=True))])
+            rows.append([label, *map(", ".join, zip(*map(_bold, points), strict=True))])
     return Table(("fleet", *code(*methods.split()).values()), rows)
 
 
@@ -1271,12 +1271,6 @@ def _percent(of: Experiment, method: str, key: str) -> str:
     """Return the mean of an accuracy; a dash where runs were shorter."""
     found = of.values(method, key)
     return number(100 * statistics.fmean(found) if found else None, 1)
-
-
-def _best(cells: Sequence[str]) -> list[str]:
-    """Return numbers with the greatest in bold."""
-    best = max((cell for cell in cells if cell != "–"), key=float, default="")
-    return [f"**{cell}**" if cell == best else cell for cell in cells]
 
 
 def panicle_stations(docs: Path) -> Table:

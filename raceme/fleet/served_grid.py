@@ -595,21 +595,21 @@ class Rollouts(EventHandler):
         store.of_errors = self._measure.is_error
         store.keep_only([*method.models, *self._inherited()])
         online = [client.client_id for client in self._fleet.online()]
-        for cluster, model in list(method.served.items()):
-            changes = method.models[cluster].version if cluster in method.models else -1
-            former = store.of(cluster)
-            if changes < 0 or store.new(cluster) or (former and former[-1].changes == changes):
+        served = method.served
+        for cluster, trained in list(method.models.items()):
+            changes, former = trained.version, store.of(cluster)
+            if store.new(cluster) or (former and former[-1].changes == changes):
                 continue
             members = [name for name in online if method.clusters.main(name) == cluster]
             if not members:
                 continue
             own = {
-                name: spec.views(blended(method.served, method.placement(name)))
+                name: spec.views(blended(served, method.placement(name)))
                 for name in members
                 if len(method.placement(name)) > 1
             }
             try:
-                store.add(cluster, changes, spec.views(model.vector), own)
+                store.add(cluster, changes, spec.views(served[cluster].vector), own)
             except OSError as error:
                 self._warn(error)
                 return

@@ -278,10 +278,8 @@ class OwnModel(Feature):
             enough = len(known) >= _FEWEST
             return chance_above_zero([lead(one) for one in known]) if enough else 0.5
 
-        over_adapted, over_received = (
-            chance(lambda one: one.adapted),
-            chance(lambda one: one.received),
-        )
+        over_adapted = chance(lambda one: one.adapted)
+        over_received = chance(lambda one: one.received)
         growths = (
             chance(lambda one: one.adapted - one.adapted_longer),
             chance(lambda one: one.received - one.received_longer),
