@@ -8,8 +8,9 @@ these samples determine how the own models of a whole cluster are trained; see :
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
@@ -38,12 +39,16 @@ from raceme.training.models import Samples, is_usable
 from raceme.training.work import ClientWork
 
 Losses = NDArray[np.float64]
-"""The loss of each validation sample under mixtures of two models, shape (shares, samples)."""
+"""The loss of each validation sample under some models, shape (models, samples)."""
 _OWN = "own-line"
 """Record of a client's state: its own model."""
+_BASE = "own-base"
+"""Record of a client's state: the received model beside which the own model was trained last."""
 _USE = "own-use"
 """Record of a client's state: the rule of its last task."""
 _HUGE_LOSS = 1e30
+_FAR = 0.9
+"""Share of all likelihoods from which on one model is far more likely than the others."""
 
 
 def model_to_train(work: ClientWork, received: ArrayRecord) -> ArrayRecord:
@@ -58,7 +63,7 @@ def model_to_train(work: ClientWork, received: ArrayRecord) -> ArrayRecord:
     if own is None:
         return received
     spec = work.receive(received)
-    _mix(work.client, own)
+    _mix(work.client, own, _base(work))
     return work.client.network.write(spec)
 
 
@@ -81,6 +86,7 @@ def train_own_model(
         model, of the received model, and of the latter mixed with its trained version.
     """
     rule, state = str(work.settings.get(RULE, MIXED)), work.state
+    is_beside = rule in (JOINT, MIXED, SKIPPED)
     if rule in (SKIPPED, PROBED) and _OWN in state:
         if (rule, _last_rule(work)) != (PROBED, PROBED):
             return {}
@@ -90,7 +96,7 @@ def train_own_model(
     scores = dict[str, float]()
     if rule in (TRIED, MIXED):
         scores = _train_both(work, received, settings, rule)
-    _keep(work, received)
+    _keep(work, received, is_beside)
     state[_USE] = ConfigRecord({RULE: rule})
     return scores
 
@@ -105,7 +111,7 @@ def _train_both(
     work.receive(received)
     scores = dict[str, float]()
     if own is not None and rule == MIXED:
-        _mix(client, own)
+        _mix(client, own, _base(work))
     elif own is not None:
         if kept is not None:
             scores[RECEIVED_SCORE] = _mix(client, trained)
@@ -137,11 +143,21 @@ def _own_to_compare(work: ClientWork) -> ArrayRecord | None:
     return None if _trains_alone(work) else work.state.array_records.get(_OWN)
 
 
-def _keep(work: ClientWork, received: ArrayRecord) -> None:
+def _base(work: ClientWork) -> ArrayRecord | None:
+    """Return the received model beside which the own model was trained last, if it was."""
+    return work.state.array_records.get(_BASE)
+
+
+def _keep(work: ClientWork, received: ArrayRecord, is_beside: bool) -> None:
     """Keep the model in the client's network as its own, unless its training has diverged."""
     network = work.client.network
-    if is_usable(network.weights):
-        work.state[_OWN] = network.write(ModelSpec.of(received))
+    if not is_usable(network.weights):
+        return
+    work.state[_OWN] = network.write(ModelSpec.of(received))
+    if is_beside:
+        work.state[_BASE] = received
+    elif _BASE in work.state:
+        del work.state[_BASE]
 
 
 def use_mixture(work: ClientWork) -> None:
@@ -156,7 +172,7 @@ def use_mixture(work: ClientWork) -> None:
     if _trains_alone(work):
         work.client.network.read(own)
     else:
-        _mix(_with_validation_samples(work), own)
+        _mix(_with_validation_samples(work), own, _base(work))
 
 
 def _trains_alone(work: ClientWork) -> bool:
@@ -169,18 +185,35 @@ def _last_rule(work: ClientWork) -> str:
     return str(work.state.config_records[_USE][RULE]) if _USE in work.state else ""
 
 
-def _mix(client: LocalClient, own: ArrayRecord) -> float:
+def _mix(client: LocalClient, own: ArrayRecord, base: ArrayRecord | None = None) -> float:
     """Mix the model in the client's network with another, if there are validation samples.
 
-    Returns the score on these of the model in the network before; NaN if there are none.
+    An own model that was trained beside a *base*, a former received model, takes part in what
+    others have learned since: it is moved by the change of the received model, unless it is far
+    more likely as it was than any mixture.
+
+    Returns the score on these samples of the model in the network before; NaN if there are none.
     """
     if client.validation is None:
         return math.nan
-    start = client.network.write(ModelSpec.of(own))
-    losses, score = _losses_of_mixtures(client, client.validation, own)
-    share = _mean_share(client.network.objective.likelihoods(losses))
-    client.network.read(_mixtures(start, own)(share))
+    network = client.network
+    start = network.write(ModelSpec.of(own))
+    mixture = _mixtures(start, own if base is None else _moved(own, base, start))
+    unmoved = [] if base is None else [own]
+    losses, score = _tested(client, client.validation, chain(map(mixture, SHARES), unmoved))
+    weights = network.objective.likelihoods(losses)
+    shares, as_it_was = weights[: len(SHARES)], weights[len(SHARES) :]
+    is_spoiled = as_it_was.sum() > _FAR * weights.sum()
+    network.read(own if is_spoiled else mixture(float(shares @ SHARES / shares.sum())))
     return score
+
+
+def _moved(own: ArrayRecord, base: ArrayRecord, received: ArrayRecord) -> ArrayRecord:
+    """Return the own model, its weights moved from one received model to another."""
+    spec = ModelSpec.of(own)
+    vector = spec.unpack(own)
+    moved = np.asarray(vector + (spec.unpack(received) - spec.unpack(base)), np.float32)
+    return spec.pack(moved if spec.trainable is None else np.where(spec.trainable, moved, vector))
 
 
 def _with_validation_samples(work: ClientWork) -> LocalClient:
@@ -206,27 +239,16 @@ def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRe
     return mixture
 
 
-def _losses_of_mixtures(
-    client: LocalClient, kept: Samples, own: ArrayRecord
+def _tested(
+    client: LocalClient, kept: Samples, models: Iterable[ArrayRecord]
 ) -> tuple[Losses, float]:
-    """Return the losses under mixtures of the network's model and the client's own.
-
-    And the mean score of the former. At the end the network has its former weights again.
-    """
-    network = client.network
-    start = network.write(ModelSpec.of(own))
-    mixture, score = _mixtures(start, own), math.nan
-    losses = np.empty((len(SHARES), len(kept)))
-    for row, share in zip(losses, SHARES, strict=True):
-        network.read(mixture(share))
-        row[...], scores = losses_and_scores(network, kept)
-        if share == 0:
-            score = float(scores.mean(dtype=float))
-    network.read(start)
+    """Return the losses under some models, and the mean score of the first."""
+    losses, scores = [], []
+    for model in models:
+        client.network.read(model)
+        of_samples, right = losses_and_scores(client.network, kept)
+        losses.append(of_samples)
+        scores.append(float(right.mean(dtype=float)))
     # For a model that overflows, the loss is replaced by the largest finite number.
-    return np.where(losses < _HUGE_LOSS, losses, _HUGE_LOSS), score
-
-
-def _mean_share(weights: NDArray[np.float64]) -> float:
-    """Return the weighted mean of the compared shares."""
-    return float(weights @ SHARES / weights.sum())
+    found = np.array(losses, np.float64)
+    return np.where(found < _HUGE_LOSS, found, _HUGE_LOSS), scores[0]

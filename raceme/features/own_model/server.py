@@ -7,8 +7,9 @@ own models from their former weights, and report scores on samples that train ne
 their own model and of the received model, before a task and mixed with the result of it. The others
 train the mixture in place of the received model, with every other task. If own models are
 significantly better than the received model, and this does not catch up, the cluster's clients
-train them alone from then on, with all samples; otherwise from mixtures, with every third task.
-With a protection all clients are on trial, and own models are trained with every task.
+train them alone from then on, with all samples; otherwise from mixtures, with every other task. In
+several clusters, where they matter less, it is every third. With a protection all clients are on
+trial, and own models are trained with every task.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ class Pace:
         Comparisons per client before which no trial ends at all, or with training alone.
     longest : float
         Comparisons per client at which a trial ends.
-    mixed : int
-        Interval, in tasks, in which own models are trained from mixtures after a trial.
+    mixed, grouped : int
+        Intervals, in tasks, in which own models are trained from mixtures in a single cluster,
+        after its trial, and in several ones.
     """
 
     on_trial: float
@@ -79,10 +81,11 @@ class Pace:
     alone: float
     longest: float
     mixed: int
+    grouped: int
 
 
-_QUICK = Pace(0.5, together=5.0, alone=6.0, longest=9.0, mixed=3)
-_CAREFUL = Pace(1.0, together=6.0, alone=8.0, longest=12.0, mixed=1)
+_QUICK = Pace(0.5, together=5.0, alone=6.0, longest=9.0, mixed=2, grouped=3)
+_CAREFUL = Pace(1.0, together=6.0, alone=8.0, longest=12.0, mixed=1, grouped=1)
 """With a protection: attackers slow the received model down, and own models make up for it."""
 
 
@@ -193,7 +196,7 @@ class OwnModel(Feature):
         kept, rule = float(settings.get(OWN_MODEL, 0.0)), settings.get(RULE)  # type: ignore[arg-type]
         if not kept or rule in (SKIPPED, PROBED, ALONE):
             return 0.0
-        tests = len(SHARES) + (2 if rule == TRIED else 0)
+        tests = len(SHARES) + (2 if rule == TRIED else 1)
         # Trainings that hold out samples are shorter, but not those of a number of steps.
         shorter = 2 if rule == TRIED else 1
         spared = 0.0 if settings.get(names.LOCAL_STEPS) else kept * shorter
@@ -232,8 +235,7 @@ class OwnModel(Feature):
 
     def _rule(self, cluster: int, context: FeatureContext) -> str:
         """Return a cluster's rule; several clusters need no trial, as their clients are alike."""
-        is_only = len(context.clusters.models) == 1
-        return self.state.rules.get(cluster, TRIED if is_only else MIXED)
+        return self.state.rules.get(cluster, TRIED if _is_only(context) else MIXED)
 
     def _rule_of_task(self, request: Request, context: FeatureContext) -> str:
         """Return the rule of a client's next task."""
@@ -246,7 +248,8 @@ class OwnModel(Feature):
         tasks = state.tasks[client] = state.tasks.get(client, 0) + 1
         if rule == TRIED:
             return JOINT if tasks % _JOINT == 0 else SKIPPED
-        return MIXED if tasks % self._pace.mixed == 0 else SKIPPED
+        interval = self._pace.mixed if _is_only(context) else self._pace.grouped
+        return MIXED if tasks % interval == 0 else SKIPPED
 
     def _is_on_trial(self, client: str, context: FeatureContext) -> bool:
         """Return whether a client is on trial: the first four that ask, and a share of all.
@@ -293,6 +296,11 @@ class OwnModel(Feature):
             state.rules[cluster] = ALONE
         elif tasks >= pace.longest:
             state.rules[cluster] = MIXED
+
+
+def _is_only(context: FeatureContext) -> bool:
+    """Return whether there is a single cluster."""
+    return len(context.clusters.models) == 1
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
