@@ -610,6 +610,9 @@ def test_with_a_protection_all_are_on_trial_for_longer_and_train_with_every_task
     assert other.rule() == "tried"
     other.round(-0.1, -0.2)
     assert other.rules(3) == ["mixed"] * 3
+    halves = [other.seen.names[:6], other.seen.names[6:]]
+    other.seen.clusters.split(0, halves, score=1.0, threshold=0.5)
+    assert other.rules(3) == ["mixed"] * 3
     unclear = Fleet(12, protection="trust")
     for _ in range(11):
         unclear.round(0.1, -0.1)
