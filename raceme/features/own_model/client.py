@@ -36,7 +36,7 @@ from raceme.training.clients import LocalClient
 from raceme.training.local import evaluate, losses_and_scores
 from raceme.training.local import train as train_locally
 from raceme.training.models import Samples, is_usable
-from raceme.training.work import ClientWork
+from raceme.training.work import BATCH_NORM, ClientWork
 
 Losses = NDArray[np.float64]
 """The loss of each validation sample under some models, shape (models, samples)."""
@@ -155,7 +155,9 @@ def _keep(work: ClientWork, received: ArrayRecord, is_beside: bool) -> None:
         return
     work.state[_OWN] = network.write(ModelSpec.of(received))
     if is_beside:
-        work.state[_BASE] = received
+        # As the client uses it: with its own batch normalisation, if it keeps that.
+        kept = work.state.array_records.get(BATCH_NORM, ArrayRecord())
+        work.state[_BASE] = ArrayRecord({**received, **kept})
     elif _BASE in work.state:
         del work.state[_BASE]
 
