@@ -21,7 +21,7 @@ from torch.nn.functional import interpolate
 
 from raceme.core.config import RunConfig
 from raceme.datasets.images import Mnist, Usps, images, read_tree
-from raceme.datasets.source import generator
+from raceme.datasets.source import Digits, generator
 
 PERIOD = "period"
 UNCHANGED = "mean = 0.0\nstd = 1.0\n"
@@ -314,6 +314,9 @@ def _digits(name: str, root: Path) -> tuple[_Array, _Array]:
     if name == "ccpd":
         tree = read_tree(root / "CCPD")
         return images(tree, _COLOUR[1]), np.array([int(of) for of in tree.classes])[tree.labels]
+    if name == "digits":
+        data = Digits().load(RunConfig())
+        return np.round(255 * data.x).astype(np.uint8), data.y
     known = {"mnist": Mnist, "usps": Usps}[name]
     data = known().load(RunConfig(dataset=name, data_root=str(root)))
     return np.asarray(data.x, np.uint8), data.y

@@ -278,6 +278,20 @@ def test_each_origin_is_the_true_group_of_as_many_clients(digits: Path) -> None:
     assert (data.mean, data.std) == (0.1307, 0.3081)
 
 
+def test_bundled_digits_are_an_origin(digits: Path) -> None:
+    given = {"clients": 4, "origins": "mnist,digits"}
+    config = converted("digits-by-origin", digits, digits / "out", **given)
+    data = datasets.load(config)
+    assert data.users is not None
+    assert [len(own) for own in data.users] == [30, 30, 899, 898]
+    bundled = datasets.load(RunConfig(dataset="digits"))
+    own = np.concatenate(data.users[2:])
+    assert np.bincount(data.y[own]).tolist() == np.bincount(bundled.y).tolist()
+    corners = np.round(255 * bundled.x[:, 0, -1, -1])
+    assert corners.max() > 200
+    assert sorted(data.x[own, 0, -1, -1]) == sorted(corners)
+
+
 def test_clients_mix_digits_of_several_origins(digits: Path) -> None:
     config = converted("digits-by-origin", digits, digits / "out", clients=4)
     keys = {"mixture-size-low": 20, "mixture-size-high": 20, "drift": "mixture"}
