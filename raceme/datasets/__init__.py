@@ -301,8 +301,12 @@ def pretraining(config: RunConfig) -> tuple[LabelledSamples, ...]:
     Raises
     ------
     UserError
-        The samples are too few or invalid.
+        The samples are missing, too few or invalid.
     """
+    if config.dataset == "npz" and not config.proxy:
+        raise UserError(
+            "pretrain needs samples on the server: set proxy to a folder of .npz files."
+        )
     config = with_clients(config)
     folder = folder_of(config.proxy)
     if folder is not None:

@@ -213,6 +213,8 @@ def check_parts(config: RunConfig) -> None:
     first = 0 if config.validation_fraction else config.num_clients - 1
     for client in range(first, config.num_clients):
         datasets.client_data(config, client)
+    if config.pretrain:
+        datasets.pretraining(config)
     models.initial_arrays(config)
 
 

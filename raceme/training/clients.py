@@ -525,10 +525,6 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
     """
     if not config.pretrain:
         return ()
-    if config.dataset == "npz" and not config.proxy:
-        raise UserError(
-            "pretrain needs samples on the server: set proxy to a folder of .npz files."
-        )
     held = datasets.pretraining(config)
     network, spec = network_of(config), ModelSpec.of(initial)
     settings = TrainingSettings.of({LOCAL_EPOCHS: config.pretrain_epochs, LOCAL_STEPS: 0}, config)

@@ -284,6 +284,7 @@ def test_a_run_is_finished_if_it_did_what_it_was_to_do(
         ("[methods.casa]\n[settings]\ndataset = 'synthetic'\nmodel = 'cnn'", "casa cannot run"),
         ("[methods.casa]\n[methods.cdfl]", "cdfl cannot run: .* give --proxy"),
         ("[methods.cdfl.options]\nk = 4\n[settings]\nproxy = '20'\nclients = 3", "cdfl.k is 4"),
+        ("[methods.cdfl]\n[settings]\nproxy = '20'\npretrain = 5000", "cdfl cannot run: pretrain"),
         (
             "[methods.casa]\n[methods.faacl]\n[settings]\nvalidation-share = 0.02",
             "faacl cannot run: A client keeps . of its samples .* raise validation-share",
