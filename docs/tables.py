@@ -742,6 +742,21 @@ def cdfl_sessions(docs: Path) -> Table:
     return Table(("K", "<method", *columns), rows)
 
 
+def cdfl_digits(docs: Path) -> Table:
+    """CDFL's Table 1 on digits of three origins."""
+    of = Experiment.read(docs, "cdfl-table1-digits")
+    rows = []
+    for method, label in code(*_PAIR, "local").items():
+        cells = [label]
+        for score in _SCORES:
+            key = _score_key(score)
+            ours = accuracy(of, 1, key)(method) if of.values(method, key) else "–"
+            cells += [paper(of, score)(method), ours]
+        divergence = of.values(method, "mixture_divergence")
+        rows.append([*cells, number(divergence[0] if divergence else None, 2)])
+    return Table(("<method", *_SCORE_HEADS, "KL"), rows)
+
+
 def feddrift_mnist(docs: Path) -> Table:
     """FedDrift on MNIST, two and four concepts."""
     two, four = (Experiment.read(docs, f"feddrift-table-mnist-{n}") for n in (2, 4))
@@ -1591,6 +1606,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "csafl-fig5": csafl_idle,
     "cdfl-table1": cdfl,
     "cdfl-table1-sessions": cdfl_sessions,
+    "cdfl-table1-digits": cdfl_digits,
     "cdfl-bar": cdfl_bar,
     "cdfl-bar-full": cdfl_bar_full,
     "feddrift-table-mnist": feddrift_mnist,
