@@ -647,6 +647,15 @@ def _score_key(name: str) -> str:
     return "cluster_accuracy" if name == "cluster" else f"accuracy_{name}"
 
 
+def _scores(of: Experiment, method: str, seed: int | None = None) -> list[str]:
+    """Return a method's published scores, each with ours beside it."""
+    cells = []
+    for score in _SCORES:
+        ours = of.values(method, _score_key(score), seed)
+        cells += [paper(of, score)(method), spread(ours, 1, 100.0) if ours else "–"]
+    return cells
+
+
 def cdfl(docs: Path) -> Table:
     """CDFL's Table 1 with lateness in epochs."""
     rows = []
@@ -664,9 +673,7 @@ def cdfl(docs: Path) -> Table:
             if (k, method) == (3, "cdfl"):
                 rows.append(lost)
                 continue
-            cells = [f"{k}{length}", f"`{method}`"]
-            for score in _SCORES:
-                cells += [paper(of, score)(method), accuracy(of, 1, _score_key(score))(method)]
+            cells = [f"{k}{length}", f"`{method}`", *_scores(of, method)]
             cells.append(number(of.mean(method, "mixture_divergence"), 2))
             # A download is one model, or K of them, at every K.
             down = per_update(of, method, "bytes_down") / per_update(two, "cdfl", "bytes_down")
@@ -686,11 +693,8 @@ def _bar_rows(docs: Path, k: int, stem: str, files: Mapping[str, str]) -> list[l
     for name, suffix in files.items():
         of = Experiment.read(docs, f"{stem}{suffix}")
         method = "fedsoft-async" if name == "`fedsoft-async`" else "cdfl"
-        cells = [str(k), name]
-        for score in _SCORES:
-            ours = number(100 * of.mean(method, _score_key(score), seed=0), 1)
-            cells += [paper(of, score)(method), ours]
-        rows.append([*cells, number(of.mean(method, "mixture_divergence", seed=0), 2)])
+        divergence = number(of.mean(method, "mixture_divergence", seed=0), 2)
+        rows.append([str(k), name, *_scores(of, method, seed=0), divergence])
     return rows
 
 
@@ -747,13 +751,9 @@ def cdfl_digits(docs: Path) -> Table:
     of = Experiment.read(docs, "cdfl-table1-digits")
     rows = []
     for method, label in code(*_PAIR, "local").items():
-        cells = [label]
-        for score in _SCORES:
-            key = _score_key(score)
-            ours = accuracy(of, 1, key)(method) if of.values(method, key) else "–"
-            cells += [paper(of, score)(method), ours]
         divergence = of.values(method, "mixture_divergence")
-        rows.append([*cells, number(divergence[0] if divergence else None, 2)])
+        kl = number(divergence[0] if divergence else None, 2)
+        rows.append([label, *_scores(of, method), kl])
     return Table(("<method", *_SCORE_HEADS, "KL"), rows)
 
 

@@ -334,7 +334,8 @@ def test_statistics_of_batch_normalisation_do_not_move() -> None:
         arrays = (to_array(np.array([value], np.float32)) for value in values)
         return ArrayRecord(dict(zip(names, arrays, strict=True)))
 
-    found = _moved(layer(1, 2, 5, 6), base=layer(0.5, 0, 1, 1), received=layer(0.75, 1, 9, 9))
+    own = layer(1, 2, 5, 6)
+    found = _moved(own, layer(0.5, 0, 1, 1), layer(0.75, 1, 9, 9), statistics=own)
     assert [from_array(array).item() for array in found.values()] == [1.25, 3.0, 5.0, 6.0]
 
 

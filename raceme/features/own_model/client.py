@@ -129,13 +129,9 @@ def _add_change(work: ClientWork, received: ArrayRecord) -> None:
 
     Running statistics become those of the network: a sum of changes may have negative variances.
     """
-    network, spec = work.client.network, ModelSpec.of(received)
-    own = spec.unpack(work.state.array_records[_OWN])
-    trained = spec.unpack(network.write(spec))
-    added = np.asarray(own + (trained - spec.unpack(received)), np.float32)
-    if spec.trainable is not None:
-        added = np.where(spec.trainable, added, trained)
-    network.read(spec.pack(added))
+    network, own = work.client.network, work.state.array_records[_OWN]
+    trained = network.write(ModelSpec.of(received))
+    network.read(_moved(own, received, trained, statistics=trained))
 
 
 def _own_to_compare(work: ClientWork) -> ArrayRecord | None:
@@ -200,7 +196,7 @@ def _mix(client: LocalClient, own: ArrayRecord, base: ArrayRecord | None = None)
         return math.nan
     network = client.network
     start = network.write(ModelSpec.of(own))
-    mixture = _mixtures(start, own if base is None else _moved(own, base, start))
+    mixture = _mixtures(start, own if base is None else _moved(own, base, start, own))
     unmoved = [] if base is None else [own]
     losses, score = _tested(client, client.validation, chain(map(mixture, SHARES), unmoved))
     weights = network.objective.likelihoods(losses)
@@ -210,12 +206,16 @@ def _mix(client: LocalClient, own: ArrayRecord, base: ArrayRecord | None = None)
     return score
 
 
-def _moved(own: ArrayRecord, base: ArrayRecord, received: ArrayRecord) -> ArrayRecord:
-    """Return the own model, its weights moved from one received model to another."""
+def _moved(
+    own: ArrayRecord, base: ArrayRecord, received: ArrayRecord, statistics: ArrayRecord
+) -> ArrayRecord:
+    """Return the own model with its weights moved from one model to another, and statistics."""
     spec = ModelSpec.of(own)
-    vector = spec.unpack(own)
-    moved = np.asarray(vector + (spec.unpack(received) - spec.unpack(base)), np.float32)
-    return spec.pack(moved if spec.trainable is None else np.where(spec.trainable, moved, vector))
+    change = spec.unpack(received) - spec.unpack(base)
+    moved = np.asarray(spec.unpack(own) + change, np.float32)
+    if spec.trainable is not None:
+        moved = np.where(spec.trainable, moved, spec.unpack(statistics))
+    return spec.pack(moved)
 
 
 def _with_validation_samples(work: ClientWork) -> LocalClient:
