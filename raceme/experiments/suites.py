@@ -201,6 +201,29 @@ class ComparedMethod:
             self, label=label, options=options, settings=settings, sweep=(), published=rows
         )
 
+    def with_fixed(self, settings: Mapping[str, Value]) -> ComparedMethod:
+        """Return the method without trials of the keys that have a value in the settings."""
+        prefix = STRATEGIES.prefix(self.strategy)
+        fixed = {
+            key: check_key(name, settings[name], [(STRATEGIES, self.strategy)])[1]
+            for point in self.sweep
+            for key in point
+            if (name := key if key in self.run_keys else f"{prefix}{key}") in settings
+        }
+        if not fixed:
+            return self
+        points = [{**point, **fixed} for point in self.sweep]
+        left = tuple(point for i, point in enumerate(points) if point not in points[:i])
+        return self.with_points(left, self.run_keys)
+
+    def with_points(
+        self, points: tuple[Mapping[str, Value], ...], run_keys: frozenset[str]
+    ) -> ComparedMethod:
+        """Return the method with another sweep, and the published rows that its points have."""
+        whole = [{**self.options, **point} for point in points]
+        rows = tuple(row for row in self.published if any(map(row.is_of, whole)))
+        return replace(self, sweep=points, published=rows, run_keys=run_keys)
+
     @property
     def is_swept(self) -> bool:
         """Whether there is more than one point."""
@@ -374,7 +397,8 @@ class Suite:
     def with_settings(self, settings: Mapping[str, Value]) -> Suite:
         """Return the suite with some settings replaced.
 
-        ``max-updates`` then applies to all methods, ``max-rounds`` to all with rounds.
+        ``max-updates`` then applies to all methods, ``max-rounds`` to all with rounds. A key that
+        methods would be tried with several values of has the given one.
 
         Raises
         ------
@@ -393,7 +417,8 @@ class Suite:
                     f"{', '.join(sorted(compared))}."
                 )
         shared = {name: value for name, value in settings.items() if name != "max-rounds"}
-        suite = replace(self, settings={**self.settings, **shared})
+        methods = tuple(method.with_fixed(settings) for method in self.methods)
+        suite = replace(self, settings={**self.settings, **shared}, methods=methods)
         if "max-updates" in settings:
             suite = replace(suite, async_updates=None, sync_updates=None, rounds=None)
         if "max-rounds" in settings:
@@ -432,8 +457,7 @@ class Suite:
                 if prefix + name in own or name in own or not _is_in(name, of_others)
             }
             run_keys = frozenset(name for name in tried if prefix + name not in own)
-            swept = replace(method, sweep=grid(tried), run_keys=run_keys)
-            methods.append(swept if tried else method)
+            methods.append(method.with_points(grid(tried), run_keys) if tried else method)
         return replace(self, methods=tuple(methods))
 
     def with_budget(self, text: str) -> Suite:

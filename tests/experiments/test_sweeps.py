@@ -16,8 +16,13 @@ from raceme.experiments.results import Comparison, best_of
 from raceme.experiments.suites import ComparedMethod, Published, Suite, grid, of_names, read_sweep
 from raceme.experiments.tables import main_table
 from raceme.records.record import read_run
+from raceme.strategies import FedAsync
 
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
+
+
+class Slowly(FedAsync):
+    """A method of a user's own."""
 
 
 def run(suite: Suite, out: Path) -> tuple[Comparison, str]:
@@ -101,6 +106,42 @@ def test_keys_are_swept_for_the_methods_that_have_them(tmp_path: Path) -> None:
     assert (best["lr"], best["validation-fraction"]) == (0.1, 0.0)
     with pytest.raises(UserError, match="Unknown key 'gama'"):
         prepare(suite.with_sweep({"gama": [1, 2]}), tmp_path / "other")
+
+
+def test_a_given_key_is_not_tried() -> None:
+    rows = (Published(80.0, options={"k": 3}), Published(90.0, options={"k": 4}))
+    points = grid({"k": (3, 4), "lr": (0.1, 0.2)})
+    keys = frozenset({"lr"})
+    ifca = ComparedMethod("ifca", "ifca", sweep=points, published=rows, run_keys=keys)
+    fedavg = ComparedMethod("fedavg", "fedavg", published=(Published(70.0),))
+    suite = Suite("Given", (ifca, fedavg), SETTINGS)
+    (method, other) = suite.with_settings({"ifca.k": "4", "clients": 4}).methods
+    assert method.sweep == ({"k": 4, "lr": 0.1}, {"k": 4, "lr": 0.2})
+    assert method.published == (Published(90.0, options={"k": 4}),)
+    assert other == fedavg
+    given = suite.with_settings({"ifca.k": 4, "lr": 0.05})
+    (only,) = given.methods[0].variants()
+    assert (only.label, only.options) == ("ifca k=4, lr=0.05", {"k": 4})
+    assert only.settings == {"lr": 0.05}
+    assert not given.methods[0].is_swept
+    # The paper has no row of this k.
+    assert suite.with_settings({"ifca.k": 7}).methods[0].published == ()
+    assert suite.with_settings({"clients": 4}).methods == suite.methods
+    again, tried = suite.with_settings({"lr": 0.05}).with_sweep({"lr": [0.3, 0.4]}).methods
+    assert again.sweep == tried.sweep == ({"lr": 0.3}, {"lr": 0.4})
+    assert again.published == ()
+
+
+def test_a_given_key_is_told_from_a_hyper_parameter_of_its_name() -> None:
+    swept = ComparedMethod("csafl", "csafl", sweep=grid({"groups": (2, 4)}))
+    suite = Suite("Groups", (swept,), SETTINGS)
+    assert suite.with_settings({"groups": "0.5,0.5"}).methods == (swept,)
+    (given,) = suite.with_settings({"csafl.groups": 3}).methods
+    assert given.sweep == ({"groups": 3},)
+    own = f"{__name__}:Slowly"
+    suite = Suite("Own", (ComparedMethod("own", own, sweep=grid({"alpha": (0.1, 0.3)})),), SETTINGS)
+    (given,) = suite.with_settings({"slowly.alpha": 0.2}).methods
+    assert given.sweep == ({"alpha": 0.2},)
 
 
 @pytest.mark.parametrize("text", ["lr", "lr=", "lr=0.1,,0.2", "=1"])
