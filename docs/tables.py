@@ -1595,7 +1595,11 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "casa-table1-cifar10": partial(
         casa_table1,
         name="casa-table1-cifar10",
-        methods=code("casa", "standalone", "fedavg", "fedprox", "fedasync", "fedbuff"),
+        methods={
+            **code("casa-plus", "casa", "standalone"),
+            "ifca-async-k=4-alpha=0.3": "`ifca-async`, k = 4",
+            **code("fedavg", "fedprox", "fedasync", "fedbuff"),
+        },
         above=2,
         goal=" to 80 %",
     ),
