@@ -8,6 +8,9 @@ from pathlib import Path
 # Otherwise gRPC handles every fork; about 1 in 50 forks of a process that uses it then hangs before
 # it starts its program, for instance a process of a Ray cluster.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
+# Otherwise Ray's processes join the cluster that was started last on this machine, of another test
+# or of a run that has crashed.
+os.environ["RAY_ADDRESS"] = "local"
 
 # Imported here, because its first import sets the levels that the fixture below changes.
 import flwr.common.logger  # noqa: F401

@@ -24,12 +24,9 @@ def tasks() -> Iterator[object]:
     """A local Ray cluster with one CPU, and the small apps."""
     from raceme.simulation.ray_cluster import RayTasks
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Avoids a cluster that happens to run on this machine.
-        patch.setenv("RAY_ADDRESS", "local")
-        executor = RayTasks("pool_apps:app", "ray", cores=1)
-        yield executor
-        executor.close()
+    executor = RayTasks("pool_apps:app", "ray", cores=1)
+    yield executor
+    executor.close()
 
 
 @pytest.mark.slow
@@ -103,7 +100,6 @@ def test_ray_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) 
         executor_for("pool_apps:app", "ray")
 
 
-def test_a_cluster_without_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "local")
+def test_a_cluster_without_a_gpu_is_reported() -> None:
     with pytest.raises(UserError, match=r"no GPUs\. Give --device cpu"):
         executor_for("pool_apps:app", "ray", device="cuda")

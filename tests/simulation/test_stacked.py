@@ -398,10 +398,9 @@ def test_a_precision_needs_a_gpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs raceme[simulation]")
-def test_actors_of_a_cluster_do_what_one_stack_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_of_a_cluster_do_what_one_stack_does() -> None:
     from raceme.simulation.ray_cluster import Cluster, RayStacks
 
-    monkeypatch.setenv("RAY_ADDRESS", "local")
     config, cluster = ragged(), Cluster("ray", 3)
     try:
         for count in (1, 2):
