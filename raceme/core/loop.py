@@ -11,7 +11,7 @@ import time as clock
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from logging import getLogger
+from logging import INFO, WARNING, getLogger
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -895,7 +895,9 @@ class Loop:
         in_a_row[task.client] = in_a_row.get(task.client, 0) + 1
         progress.last_refusal = f"{task.client}: {reason}"
         extra = about(task.client, cluster=task.cluster, request=task.number)
-        log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason, extra=extra)
+        # Who does not back off is not to blame: the end of a window is part of the method.
+        level, text = WARNING if backs_off else INFO, "The %s of %s was rejected: %s"
+        log.log(level, text, task.reply, task.client, reason, extra=extra)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
         if is_away or backs_off:
             client.ready_at = (

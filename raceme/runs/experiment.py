@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -334,10 +335,18 @@ class RunWarnings(logging.Handler):
         self.known: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store a warning; errors are left out, as they concern files and the machine."""
+        """Store a warning; of those about single devices only the first of each kind.
+
+        Errors are left out, as they concern files and the machine.
+        """
+        if record.levelno != self.level or record.name not in _LOGGERS:
+            return
         text = one_line(record.getMessage())
-        if record.levelno == self.level and record.name in _LOGGERS:
-            self.texts[text] = None
+        if "device" in getattr(record, "fields", {}):
+            text += f" (further ones: {LOG})"
+            if any(map(_kind(record.msg).match, self.known | self.texts.keys())):
+                return
+        self.texts[text] = None
 
     def take(self, time: float) -> Iterator[Warned]:
         """Yield the new warnings as events."""
@@ -348,6 +357,12 @@ class RunWarnings(logging.Handler):
             if text not in self.known:
                 self.known.add(text)
                 yield Warned(time, text)
+
+
+@cache
+def _kind(message: str) -> re.Pattern[str]:
+    """Return the pattern of a message's texts, whatever their names and numbers are."""
+    return re.compile(re.sub("%[a-z]", ".*", re.escape(message)))
 
 
 _collecting: ContextVar[RunWarnings | None] = ContextVar("collecting", default=None)

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from raceme.core.config import RunConfig
+from raceme.core.errors import about
 from raceme.core.events import ClientJoined, Warned
 from raceme.records.store import read_events
 from raceme.reporting.console import summary_rows
@@ -45,9 +46,33 @@ def test_a_warning_is_reported_once_and_those_of_the_machine_are_not() -> None:
     assert not outer.texts
 
 
+def test_of_warnings_about_devices_the_first_of_each_kind_is_told() -> None:
+    log = logging.getLogger("raceme")
+    with warnings_of_run() as collected:
+        for client in ("c1", "c2"):
+            log.warning("%s is slow", client, extra=about(client))
+            log.warning("%s is far away", client, extra=about(client))
+            log.warning("%s for all", client)
+        told = [event.text for event in collected.take(0.0)]
+    further = " (further ones: run.log)"
+    assert told == [f"c1 is slow{further}", f"c1 is far away{further}", "c1 for all", "c2 for all"]
+
+
+def test_the_end_of_a_window_is_no_warning(tmp_path: Path) -> None:
+    keys = {
+        **{"strategy": "csafl", "clients": 12, "model": "mclr", "workers": 0, "max-rounds": 3},
+        **{"csafl.budget": 2.5, "out": str(tmp_path / "run")},
+    }
+    summary = simulate(RunConfig.from_mapping(keys)).summary
+    assert summary["rejections"] == {"its window ended first": summary["rejected_updates"]}
+    assert "warnings" not in summary
+
+
 def test_a_resumed_run_does_not_repeat_its_warnings() -> None:
     collected = RunWarnings()
-    collected.known.update(["few clients"])
-    record = logging.LogRecord("raceme", logging.WARNING, "", 0, "few clients", (), None)
+    collected.known.update(["few clients", "c1 is slow (further ones: run.log)"])
+    collected.handle(logging.LogRecord("raceme", logging.WARNING, "", 0, "few clients", (), None))
+    record = logging.LogRecord("raceme", logging.WARNING, "", 0, "%s is slow", ("c2",), None)
+    vars(record).update(about("c2"))
     collected.handle(record)
     assert list(collected.take(0.0)) == []
