@@ -762,6 +762,22 @@ def cdfl_digits(docs: Path) -> Table:
     return Table(("<method", *_SCORE_HEADS, "KL"), rows)
 
 
+def cdfl_proxy(docs: Path) -> Table:
+    """CDFL's figure 7: samples in each proxy set, with estimates of the mixtures."""
+    of = Experiment.read(docs, "cdfl-effects-proxy")
+    sizes = ("500", "1000", "2000", "4000")
+    columns = [accuracy(of, 1, _score_key(score)) for score in _SCORES]
+    rows = [
+        [
+            f"{int(size):,}",
+            *(column(size) for column in columns),
+            number(of.mean(size, "mixture_divergence"), 2),
+        ]
+        for size in sizes
+    ]
+    return Table(("samples", *_SCORES, "KL"), rows)
+
+
 def feddrift_mnist(docs: Path) -> Table:
     """FedDrift on MNIST, two and four concepts."""
     two, four = (Experiment.read(docs, f"feddrift-table-mnist-{n}") for n in (2, 4))
@@ -1616,6 +1632,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "cdfl-table1": cdfl,
     "cdfl-table1-sessions": cdfl_sessions,
     "cdfl-table1-digits": cdfl_digits,
+    "cdfl-effects-proxy": cdfl_proxy,
     "cdfl-bar": cdfl_bar,
     "cdfl-bar-full": cdfl_bar_full,
     "feddrift-table-mnist": feddrift_mnist,
