@@ -765,17 +765,10 @@ def cdfl_digits(docs: Path) -> Table:
 def cdfl_proxy(docs: Path) -> Table:
     """CDFL's figure 7: samples in each proxy set, with estimates of the mixtures."""
     of = Experiment.read(docs, "cdfl-effects-proxy")
-    sizes = ("500", "1000", "2000", "4000")
+    sizes = {size: f"{int(size):,}" for size in ("500", "1000", "2000", "4000")}
     columns = [accuracy(of, 1, _score_key(score)) for score in _SCORES]
-    rows = [
-        [
-            f"{int(size):,}",
-            *(column(size) for column in columns),
-            number(of.mean(size, "mixture_divergence"), 2),
-        ]
-        for size in sizes
-    ]
-    return Table(("samples", *_SCORES, "KL"), rows)
+    kl = by_seed(of, 2, "mixture_divergence")
+    return Table(("samples", *_SCORES, "KL"), lines(sizes, *columns, kl))
 
 
 def feddrift_mnist(docs: Path) -> Table:
